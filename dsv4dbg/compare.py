@@ -59,15 +59,17 @@ class Codes(Comparator):
     Attributes:
         scale: name of the output that holds the scales.
         format: ``fp8`` or ``fp4``; or the name of an attr argument that holds it.
-        group: channels that share one scale (0: the whole row).
+        group: channels that share one scale (0: the whole row); or the name of an attr argument that holds it.
         roundings: roundings to the activation dtype before the quantiser.
+        dialect: of fp8: ``ocp`` or ``fnuz``; or the name of an attr argument that holds it.
     """
 
     scale: str
     format: str
-    group: int
+    group: int | str
     roundings: int = 0
     terms: str = ""
+    dialect: str = "ocp"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""Invariants that several ops share. A check gets arguments and outputs by name as numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dsv4dbg.kernels.contract import Invariant
+
+
+def first(where: np.ndarray) -> tuple[int, ...]:
+    """Index of the first true element, as plain integers for a message."""
+    return tuple(int(i) for i in np.argwhere(where)[0])
+
+
+def finite(*outputs: str) -> Invariant:
+    """The named outputs hold no NaN and no infinity, provided that every floating-point argument is finite."""
+
+    def check(call: Mapping[str, Any]) -> str | None:
+        floats = {n: v for n, v in call.items() if isinstance(v, np.ndarray) and v.dtype.kind == "f"}
+        if not all(np.isfinite(v).all() for n, v in floats.items() if n not in outputs):
+            return None
+        for name in outputs:
+            bad = ~np.isfinite(floats[name])
+            if bad.any():
+                return f"{name} is {floats[name][bad][0]} at {first(bad)} ({bad.sum()} of {bad.size} not finite)"
+        return None
+
+    return Invariant(f"{' and '.join(outputs)} finite", check)
