@@ -1,0 +1,154 @@
+"""Running a model: a `Session` feeds steps to it and keeps caches; `generate` is greedy decoding on top.
+
+A session is what capture, bisect and the gates drive. It owns the caches of a set of ragged sequences and the order
+of steps; which kernels run is the plan's business, what is recorded the listener's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsv4dbg.errors import DbgError, Untestable
+from dsv4dbg.kernels.registry import registry
+from dsv4dbg.kernels.table import Listener, OpTable, device_arch
+from dsv4dbg.model.batch import Chunk, Step, StepInputs, prepare_step
+from dsv4dbg.model.cache import CacheFormat, CacheManager
+from dsv4dbg.model.model import Model, Rope
+from dsv4dbg.plan import Plan
+
+
+def open_device(name: str) -> torch.device:
+    """``cpu``, ``cuda`` or ``cuda:1`` (HIP devices are named cuda by torch)."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DbgError(f"'{name}' is not a device", "use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DbgError(f"device '{name}' is not supported", "use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise Untestable(f"no GPU '{name}' here: torch {torch.__version__} sees {count}", "use --device cpu")
+    return device
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed.
+
+    Attributes:
+        logits: ``f32 [row, vocab]`` of the step's logit rows.
+        streams: ``act [token, hc_mult, hidden]`` after the last main layer.
+        draft: logits of the MTP block for the same rows, or None when it did not run.
+    """
+
+    inputs: StepInputs
+    logits: torch.Tensor
+    streams: torch.Tensor
+    draft: torch.Tensor | None = None
+
+
+class Session:
+    """A model with caches for a set of sequences.
+
+    Args:
+        max_tokens: for each sequence the largest length that it will reach.
+        step_tokens: the largest number of new tokens of one sequence in one step.
+        draft: run the MTP block after every step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_tokens: Sequence[int],
+        step_tokens: int,
+        device: torch.device,
+        plan: Plan | None = None,
+        listener: Listener | None = None,
+        cache_format: CacheFormat | None = None,
+        seed: int = 0,
+        draft: bool = True,
+        placement: dict[str, Sequence[int]] | None = None,
+    ) -> None:
+        limit = model.config.max_position_embeddings
+        if max(max_tokens, default=0) > limit:
+            raise DbgError(
+                f"the prompt and what follows make {max(max_tokens)} tokens; the model's maximum is {limit}",
+                "shorten the prompt or --decode",
+            )
+        self.model = model
+        self.device = device
+        self.listener = listener
+        self.manager = CacheManager(
+            model.config, max_tokens=max_tokens, step_tokens=step_tokens, device=device, fmt=cache_format, seed=seed,
+            placement=placement,
+        )  # fmt: skip
+        self.rope = Rope.build(model.config, max(max_tokens, default=0) or 1, device)
+        self.draft = draft and model.config.num_nextn_predict_layers > 0
+        self.ops = OpTable(
+            registry(), plan or Plan(), device, model.numerics, listener, arch=device_arch(device)
+        )
+
+    @torch.inference_mode()
+    def step(self, step: Step, following: Callable[[torch.Tensor], Sequence[int]] | None = None) -> StepResult:
+        """Feed one step.
+
+        Args:
+            following: gets the logits and returns, for each chunk, the token that follows its last one, for the MTP
+                block (default: the most likely one).
+        """
+        inputs = prepare_step(step, self.manager, self.model.config.sliding_window, self.device)
+        ops, caches = self.ops.in_step(step.name), self.manager.caches
+        logits, streams = self.model.forward(ops, inputs, self.rope, caches)
+        if not self.draft:
+            return StepResult(inputs, logits, streams)
+        last = self._last_logits(step, logits)
+        after = list(following(last) if following else last.argmax(-1).tolist())
+        draft, _ = self.model.draft(ops, inputs, self.rope, caches, streams, self._next_ids(step, after))
+        return StepResult(inputs, logits, streams, draft)
+
+    @staticmethod
+    def _last_logits(step: Step, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of each non-empty chunk's last row."""
+        if not step.all_rows:
+            return logits
+        counts = torch.tensor([len(c.tokens) for c in step.chunks])
+        return logits[(counts.cumsum(0) - 1)[counts > 0]]
+
+    def _next_ids(self, step: Step, after: list[int]) -> torch.Tensor:
+        ids: list[int] = []
+        for chunk in (c for c in step.chunks if c.tokens):
+            ids += [*chunk.tokens[1:], after.pop(0)]
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+
+def prefill_steps(prompt: Sequence[int], chunk: int | None, sequence: int = 0) -> list[Step]:
+    """A prompt in one piece, or in pieces of ``chunk`` tokens."""
+    size = chunk or max(1, len(prompt))
+    pieces = [tuple(prompt[i : i + size]) for i in range(0, len(prompt), size)]
+    return [Step(f"prefill{n}", (Chunk(sequence, piece),)) for n, piece in enumerate(pieces)]
+
+
+def generate(
+    session: Session, prompt: Sequence[int], decode: int, chunk: int | None = None, stop: int | None = None
+) -> list[int]:
+    """Greedy completion: the token after the prompt, then one for each of at most ``decode`` decode steps."""
+    if not prompt:
+        raise DbgError("the prompt is empty", "give --prompt TEXT or --tokens IDS")
+    steps = prefill_steps(prompt, chunk)
+    result = None
+    for number, step in enumerate(steps):
+        upcoming = steps[number + 1].chunks[0].tokens[:1] if number + 1 < len(steps) else None
+        result = session.step(step, following=(lambda _, t=upcoming: t) if upcoming else None)
+    assert result is not None
+    completion = [int(result.logits[-1].argmax())]
+    for number in range(decode):
+        if completion[-1] == stop:
+            break
+        result = session.step(Step(f"decode{number}", (Chunk(0, (completion[-1],)),)))
+        completion.append(int(result.logits[-1].argmax()))
+    return completion

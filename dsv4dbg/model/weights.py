@@ -1,0 +1,64 @@
+"""Weights on the device, by official name, and what a trace says of them.
+
+A `ModelWeights` takes tensors from a checkpoint source, moves a layer's to the device and remembers which tensor is
+which, so that a capture can name a weight instead of copying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from dsv4dbg.model.config import ModelConfig
+
+Weights = Mapping[str, torch.Tensor]
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a checkpoint directory, a generator, a state dict."""
+
+    config: ModelConfig
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]: ...
+
+    def ends(self) -> dict[str, torch.Tensor]: ...
+
+    def mtp(self, index: int) -> dict[str, torch.Tensor]: ...
+
+    def fingerprint(self) -> str: ...
+
+
+class ModelWeights:
+    """All layers' weights, resident on one device.
+
+    Args:
+        source: gives tensors by name within a layer (``attn.wq_a.weight``).
+    """
+
+    def __init__(self, source: WeightSource, device: torch.device) -> None:
+        self.source = source
+        self.device = device
+        self._groups: dict[str, Weights] = {}
+        self._names: dict[int, str] = {}
+
+    def _group(self, prefix: str, load) -> Weights:
+        if prefix not in self._groups:
+            group = {name: tensor.to(self.device) for name, tensor in load().items()}
+            self._groups[prefix] = group
+            self._names |= {id(tensor): prefix + name for name, tensor in group.items()}
+        return self._groups[prefix]
+
+    def layer(self, index: int) -> Weights:
+        return self._group(f"layers.{index}.", lambda: self.source.layer(index))
+
+    def mtp(self, index: int) -> Weights:
+        return self._group(f"mtp.{index}.", lambda: self.source.mtp(index))
+
+    def ends(self) -> Weights:
+        return self._group("", self.source.ends)
+
+    def name(self, tensor: torch.Tensor) -> str | None:
+        """Official name of a weight handed out earlier, or None."""
+        return self._names.get(id(tensor))

@@ -1,0 +1,96 @@
+"""Reading a closed trace through HDF5, trusting nothing that the file says.
+
+Only plain things are read: hard links, contiguous datasets inside the file, the expected stored type and shape.
+Whatever else a file offers (soft and external links, virtual or external storage, chunks and filters, huge
+shapes) is refused before HDF5 acts on it or memory is taken. Errors are ValueError with a sentence, or what h5py raises.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
+
+_LAYOUTS = {h5d.COMPACT: "compact", h5d.CHUNKED: "chunked", h5d.VIRTUAL: "virtual"}
+_MAX_ATTR = 64  # bytes of the dtype attribute
+
+
+class Hdf5Reader:
+    """A trace file opened for reading, without HDF5's own file locks (also on read-only file systems)."""
+
+    def __init__(self, path: Path) -> None:
+        access = h5p.create(h5p.FILE_ACCESS)
+        access.set_file_locking(False, True)
+        access.set_fclose_degree(h5f.CLOSE_STRONG)
+        self._size = path.stat().st_size
+        self._id = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
+        self._root = h5g.open(self._id, b"/")
+
+    def close(self) -> None:
+        if self._id.valid:
+            self._id.close()
+
+    def text(self, name: str) -> bytes:
+        """A string dataset at the root."""
+        dataset = self._dataset(f"/{name}")
+        kind = dataset.get_type()
+        if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str() or dataset.shape != ():
+            raise ValueError(f"/{name} is not one string of fixed length")
+        self._check_extent(dataset, f"/{name}", kind.get_size())
+        out = np.empty((), f"S{kind.get_size()}")
+        dataset.read(h5s.ALL, h5s.ALL, out, kind)
+        return out.item()
+
+    def array(self, path: str, dtype: str, storage: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """The raw bits at ``path``, which must have this shape, stored type and ``dtype`` attribute."""
+        dataset = self._dataset(path)
+        kind = h5t.py_create(storage)
+        if not dataset.get_type().equal(kind) or self._dtype_attr(dataset) != dtype:
+            raise ValueError(f"{path} is not the {dtype} stored as {storage.name} that the index lists")
+        if dataset.shape != shape:
+            raise ValueError(f"{path} has shape {list(dataset.shape or ())}, and the index says {list(shape)}")
+        self._check_extent(dataset, path, math.prod(shape) * storage.itemsize)
+        out = np.empty(shape, storage)
+        if out.size:
+            dataset.read(h5s.ALL, h5s.ALL, out, kind)
+        return out
+
+    def _dataset(self, path: str) -> h5d.DatasetID:
+        """Open the contiguous dataset at ``path`` by hard links only."""
+        found: object = self._root
+        for part in path.strip("/").split("/"):
+            if not isinstance(found, h5g.GroupID) or part.encode() not in found:
+                raise ValueError(f"there is no {path}")
+            if found.links.get_info(part.encode()).type != h5l.TYPE_HARD:
+                raise ValueError(f"'{part}' in {path} is a soft or external link, which is never followed")
+            found = h5o.open(found, part.encode())
+        if not isinstance(found, h5d.DatasetID):
+            raise ValueError(f"{path} is not a dataset")
+        plist = found.get_create_plist()
+        if plist.get_layout() != h5d.CONTIGUOUS:
+            raise ValueError(f"{path} is {_LAYOUTS.get(plist.get_layout(), 'strange')}; traces are contiguous")
+        if plist.get_external_count():
+            raise ValueError(f"{path} keeps its data in another file, which is never opened")
+        return found
+
+    def _check_extent(self, dataset: h5d.DatasetID, path: str, nbytes: int) -> None:
+        offset = dataset.get_offset()
+        if nbytes and (offset is None or offset + nbytes > self._size or dataset.get_storage_size() != nbytes):
+            raise ValueError(f"{path} claims {nbytes} bytes that the file does not have")
+
+    @staticmethod
+    def _dtype_attr(dataset: h5d.DatasetID) -> str:
+        if not h5a.exists(dataset, b"dtype"):
+            return ""
+        attr = h5a.open(dataset, b"dtype")
+        kind = attr.get_type()
+        if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str() or attr.shape != ():
+            return ""
+        if kind.get_size() > _MAX_ATTR:
+            return ""
+        out = np.empty((), f"S{kind.get_size()}")
+        attr.read(out, kind)
+        return out.item().decode(errors="replace")
