@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
 
-from dsv4dbg.kernels import formats, paged
+from dsv4dbg.kernels import formats, oracle, paged
+from dsv4dbg.kernels.contract import Invariant
+from dsv4dbg.kernels.invariants import first
 from dsv4dbg.kernels.numerics import Numerics
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.pages import FP4_GROUP, KV_GROUP
@@ -48,3 +54,20 @@ def store_index(cache: Cache, slots: torch.Tensor, values: torch.Tensor, numeric
     if numerics.index_quant and cache.layout.format in paged.DTYPES:
         values = sim_quant_index(values)
     paged.write(cache, slots, values)
+
+
+def stored_finite(cache: str, slots: str) -> Invariant:
+    """Records that a call stored decode to finite values, provided that its floating-point arguments are finite."""
+
+    def check(call: Mapping[str, Any]) -> str | None:
+        floats = (v for v in call.values() if isinstance(v, np.ndarray) and v.dtype.kind == "f")
+        if not all(np.isfinite(v).all() for v in floats):
+            return None
+        written = call[slots][call[slots] >= 0]
+        bad = ~np.isfinite(oracle.to_numpy(call[cache]).rows(written))
+        if bad.any():
+            row, channel = first(bad)
+            return f"{cache} holds a value that is not finite at slot {written[row]}, channel {channel}"
+        return None
+
+    return Invariant(f"{cache} finite at {slots}", check)
