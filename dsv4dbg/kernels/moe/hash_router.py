@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 
 from dsv4dbg.compare import Exact, RoutingWeights
-from dsv4dbg.kernels.contract import attr, op, tensor, weight
-from dsv4dbg.kernels.moe.scores import chosen_weights, router_scores
+from dsv4dbg.kernels.contract import Example, attr, op, tensor, weight
+from dsv4dbg.kernels.dims import Dims
+from dsv4dbg.kernels.moe.router_samples import alone, logit_samples
+from dsv4dbg.kernels.moe.scores import ROUTING_INVARIANTS, chosen_weights, router_scores
 from dsv4dbg.kernels.numerics import Numerics
 
 
@@ -20,6 +25,7 @@ from dsv4dbg.kernels.numerics import Numerics
     },
     outputs={"weights": tensor("token choice", "f32"), "ids": tensor("token choice", "i32")},
     compare={"weights": RoutingWeights(ids="ids"), "ids": Exact()},
+    invariants=ROUTING_INVARIANTS,
     switches=("router", "router_eps"),
 )
 def hash_router(
@@ -38,3 +44,26 @@ def hash_router(
     """
     ids = tid2eid[token_ids].long()
     return chosen_weights(router_scores(logits, numerics), ids, scale, numerics), ids.int()
+
+
+@hash_router.oracle
+def _(
+    logits: np.ndarray, tid2eid: np.ndarray, token_ids: np.ndarray, *, scale: float, numerics: Numerics
+) -> tuple[np.ndarray, np.ndarray]:
+    ids = tid2eid[token_ids]
+    chosen = np.sqrt(np.logaddexp(0.0, np.take_along_axis(logits, ids, axis=-1)))
+    return chosen / (chosen.sum(axis=-1, keepdims=True) + numerics.router_eps) * scale, ids
+
+
+@hash_router.examples
+def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
+    order = rng.random((dims.vocab, dims.experts)).argsort(axis=-1)
+    table = torch.from_numpy(order[:, : dims.topk_experts].copy())
+    for name, logits in logit_samples(rng, dims.experts):
+        token_ids = torch.from_numpy(rng.integers(0, dims.vocab, len(logits)))
+        token_ids[:1] = dims.vocab - 1
+        token_ids[1:3] = 0
+        yield Example(name, {"logits": logits, "tid2eid": table, "token_ids": token_ids, "scale": 1.5})
+    token_ids = torch.arange(7)
+    loud = alone(dims.experts, table[token_ids, 0])
+    yield Example("all but one underflow", {"logits": loud, "tid2eid": table, "token_ids": token_ids, "scale": 2.5})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dsv4dbg.kernels.contract import Invariant
 from dsv4dbg.kernels.numerics import Numerics
 
 
@@ -18,3 +23,27 @@ def chosen_weights(scores: torch.Tensor, ids: torch.Tensor, scale: float, numeri
     """``scores[ids] / (sum(scores[ids]) + eps) * scale``, every step in the scores' dtype; result as float32."""
     chosen = scores.gather(1, ids)
     return (chosen / (chosen.sum(-1, keepdim=True) + numerics.router_eps) * scale).float()
+
+
+def sums_to_scale(call: Mapping[str, Any]) -> str | None:
+    """Within what four bf16 roundings may leave (``router="act"``)."""
+    total = call["weights"].astype(np.float64).sum(axis=-1)
+    bad = ~(np.abs(total - call["scale"]) <= 2**-6 * call["scale"])
+    return f"token {bad.argmax()}: weights sum to {total[bad.argmax()]:g}, not {call['scale']:g}" if bad.any() else None
+
+
+def within_range(call: Mapping[str, Any]) -> str | None:
+    bad = ((call["ids"] < 0) | (call["ids"] >= call["logits"].shape[1])).any(axis=-1)
+    return f"token {bad.argmax()}: an id is not an expert" if bad.any() else None
+
+
+def no_duplicates(call: Mapping[str, Any]) -> str | None:
+    bad = (np.diff(np.sort(call["ids"], axis=-1), axis=-1) == 0).any(axis=-1)
+    return f"token {bad.argmax()}: an expert is chosen twice" if bad.any() else None
+
+
+ROUTING_INVARIANTS = (
+    Invariant("weights sum to the scale", sums_to_scale),
+    Invariant("ids are experts", within_range),
+    Invariant("no expert twice", no_duplicates),
+)
