@@ -65,7 +65,8 @@ def write_records(cache: Cache, slots: torch.Tensor, fields: tuple[torch.Tensor,
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+    x = x.contiguous() if x.numel() else x.new_empty(x.shape)  # an empty tensor may be contiguous with any strides
+    return x.view(torch.uint8)
 
 
 def encode(values: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, ...]:
