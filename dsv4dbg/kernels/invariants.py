@@ -29,3 +29,14 @@ def finite(*outputs: str) -> Invariant:
         return None
 
     return Invariant(f"{' and '.join(outputs)} finite", check)
+
+
+def zero_rows(source: str, output: str) -> Invariant:
+    """Rows of ``source`` that are zero give rows of ``output`` that are zero."""
+
+    def check(call: Mapping[str, Any]) -> str | None:
+        given, got = call[source], call[output]
+        bad = ~given.any(axis=tuple(range(1, given.ndim))) & got.any(axis=tuple(range(1, got.ndim)))
+        return f"row {first(bad)[0]} of {source} is zero, of {output} is not" if bad.any() else None
+
+    return Invariant(f"zero rows of {source} give zero rows of {output}", check)

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 import torch
 
 from dsv4dbg.compare import Dense
-from dsv4dbg.kernels.contract import attr, op, tensor, weight
-from dsv4dbg.kernels.mhc.mixes import collapse, mixes
+from dsv4dbg.kernels.contract import Example, Invariant, attr, op, tensor, weight
+from dsv4dbg.kernels.dims import Dims
+from dsv4dbg.kernels.invariants import finite, first
+from dsv4dbg.kernels.mhc.inputs import mix_parameters, stream_cases
+from dsv4dbg.kernels.mhc.mixes import bounded_by, collapse, mixes
 from dsv4dbg.kernels.numerics import Numerics
+from dsv4dbg.kernels.samples import activations
+
+CONVERGED = 10  # Sinkhorn iterations after which column sums are near 1 for any logits
+COLUMN_TOLERANCE = 1e-4
+
+
+def _post_range(call: Mapping[str, Any]) -> str | None:
+    bad = (call["post"] < 0) | (call["post"] > 2)
+    return f"post is {call['post'][bad][0]} at {first(bad)}" if bad.any() else None
+
+
+def _columns(call: Mapping[str, Any]) -> str | None:
+    comb = call["comb"]
+    if (comb < 0).any():
+        return f"comb is {comb[comb < 0][0]} at {first(comb < 0)}"
+    sums = comb.sum(axis=1)  # over j, the first stream index
+    bad = np.abs(sums - 1) > COLUMN_TOLERANCE
+    if call["iters"] < CONVERGED or not bad.any():
+        return None
+    return f"column (token, k) = {first(bad)} of comb sums to {sums[bad][0]}"
+
+
+def _weighted_sum(call: Mapping[str, Any]) -> str | None:
+    return bounded_by(call["y"], np.abs(call["streams"]).sum(axis=1) * (1 + call["hc_eps"]), "y")
 
 
 @op(
@@ -31,6 +62,12 @@ from dsv4dbg.kernels.numerics import Numerics
         "post": Dense(terms="stream channel", roundings=0),
         "comb": Dense(terms="stream channel", roundings=0),
     },
+    invariants=(
+        finite("y", "post", "comb"),
+        Invariant("0 <= post <= 2", _post_range),
+        Invariant("comb >= 0, its columns sum to 1", _columns),
+        Invariant("y within the sum of the streams' sizes", _weighted_sum),
+    ),
     switches=("mhc_norm",),
 )
 def mhc_pre(
@@ -76,3 +113,47 @@ def sinkhorn(logits: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
         comb = comb / (comb.sum(-1, keepdim=True) + eps)
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
     return comb
+
+
+@mhc_pre.oracle
+def _(
+    streams: np.ndarray,
+    fn: np.ndarray,
+    scale: np.ndarray,
+    base: np.ndarray,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+    numerics: Numerics,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    hc = streams.shape[1]
+    flat = streams.reshape(len(streams), fn.shape[1])
+    normed = flat / np.sqrt((flat * flat).mean(axis=1, keepdims=True) + norm_eps)
+    logits = normed @ fn.T * np.repeat(scale, (hc, hc, hc * hc)) + base
+    sigmoid = np.exp(-np.logaddexp(0, -logits))
+    pre, post = sigmoid[:, :hc] + hc_eps, 2 * sigmoid[:, hc : 2 * hc]
+    comb = logits[:, 2 * hc :].reshape(-1, hc, hc)
+    comb = np.exp(comb - comb.max(axis=2, keepdims=True))
+    comb = comb / comb.sum(axis=2, keepdims=True) + hc_eps
+    for i in range(iters):
+        if i:
+            comb = comb / (comb.sum(axis=2, keepdims=True) + hc_eps)
+        comb = comb / (comb.sum(axis=1, keepdims=True) + hc_eps)
+    return np.einsum("tj,tjd->td", pre, streams), post, comb
+
+
+@mhc_pre.examples
+def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
+    def example(name: str, streams: torch.Tensor, stretch: float = 1.0, iters: int = 20) -> Example:
+        hc, channels = streams.shape[1:]
+        fn, scale, base = mix_parameters(rng, (2 + hc) * hc, 3, hc * channels)
+        args = {"streams": streams, "fn": fn, "scale": scale * stretch, "base": base * stretch}
+        return Example(name, {**args, "norm_eps": 1e-6, "hc_eps": 1e-6, "iters": iters})
+
+    for name, streams in stream_cases(dims, rng):
+        yield example(name, streams)
+    streams = activations(rng, 64, dims.hc_mult, dims.hidden)
+    yield example("wide logits, Sinkhorn not converged", streams, stretch=3)
+    yield example("saturated logits", streams, stretch=40)
+    yield example("one iteration", streams, iters=1)

@@ -1,10 +1,12 @@
-"""What the mHC ops share: the mix GEMM on normalised streams, and the weighted sum that collapses them."""
+"""What the mHC ops share: the mix GEMM on normalised streams, the weighted sum that collapses them, its bound."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dsv4dbg.kernels.invariants import first
 from dsv4dbg.kernels.numerics import Numerics
 
 
@@ -27,3 +29,12 @@ def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     for j in range(1, streams.shape[1]):
         total = total + weights[:, j, None] * streams[:, j].float()
     return total
+
+
+def bounded_by(y: np.ndarray, terms: np.ndarray, name: str) -> str | None:
+    """One sentence if ``|y|`` exceeds the sum of its terms' sizes by more than a few bf16 roundings."""
+    bad = np.abs(y) > terms * (1 + 2.0**-5) + 1e-30
+    if not bad.any():
+        return None
+    where = first(bad)
+    return f"{name} is {y[where]} at {where}, its terms add up to at most {terms[where]}"
