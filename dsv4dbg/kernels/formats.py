@@ -2,8 +2,9 @@
 
 The rounding points of the official inference semantics: values are clamped before every FP8 cast and rounded to
 nearest even; scales are powers of two, ``2^ceil(log2(amax / max))`` by exponent and mantissa bits, and are applied
-by multiplying with the reciprocal power of two (exact). FNUZ uses 224 as its maximum, so that its values equal
-OCP's, and never holds 0x80 (its NaN). The oracles do not use this module.
+by multiplying with the reciprocal power of two (exact). A group that holds inf or NaN gets the scale NaN (byte 255).
+FNUZ uses 224 as its maximum, so that its values equal OCP's, and never holds 0x80 (its NaN). The oracles do not use
+this module.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """``2.0 ** exponent`` in float32 for integer exponents in [-126, 127], built from bits (exact everywhere)."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+    """``2.0 ** exponent`` in float32 for integer exponents up to 127, from bits (exact); 0 below -126."""
+    return ((exponent.to(torch.int32) + 127).clamp_min(0) << 23).view(torch.float32)
 
 
 def e8m0_decode(scale: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,10 @@ def e8m0_decode(scale: torch.Tensor) -> torch.Tensor:
 
 
 def scale_exponent(amax: torch.Tensor, maximum: float) -> torch.Tensor:
-    """``ceil(log2(amax / maximum))`` as int32, from the bits of the float32 product ``amax * (1 / maximum)``."""
+    """``ceil(log2(amax / maximum))`` as int32, from the bits of the float32 product ``amax * (1 / maximum)``.
+
+    Above 127 (where E8M0 has its NaN) for inf and NaN, and for nothing else.
+    """
     bits = (amax.float() * torch.tensor(1.0 / maximum, dtype=torch.float32, device=amax.device)).view(torch.int32)
     return ((bits >> 23) & 0xFF) - 127 + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 
@@ -63,7 +67,7 @@ def fp8_quantize(x: torch.Tensor, group: int, dialect: str = "ocp") -> tuple[tor
     amax = grouped.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)
     exponent = scale_exponent(amax, FP8_MAX[dialect])
     codes = fp8_encode(grouped * power_of_two(-exponent)[..., None], dialect)
-    return codes.flatten(-2), (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
+    return codes.flatten(-2), (exponent + E8M0_BIAS).clamp(0, 255).to(torch.uint8)
 
 
 def fp8_dequantize(codes: torch.Tensor, scale: torch.Tensor, dialect: str = "ocp") -> torch.Tensor:
@@ -119,7 +123,7 @@ def fp4_quantize(x: torch.Tensor, group: int = 32) -> tuple[torch.Tensor, torch.
     grouped = x.float().unflatten(-1, (x.shape[-1] // group, group))
     exponent = scale_exponent(grouped.abs().amax(-1).clamp_min(FP4_AMAX_FLOOR), FP4_MAX)
     codes = fp4_encode(grouped * power_of_two(-exponent)[..., None])
-    return fp4_pack(codes.flatten(-2)), (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
+    return fp4_pack(codes.flatten(-2)), (exponent + E8M0_BIAS).clamp(0, 255).to(torch.uint8)
 
 
 def fp4_dequantize(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

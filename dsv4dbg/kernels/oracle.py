@@ -54,9 +54,10 @@ def fp8_blocks(codes: np.ndarray, scale: np.ndarray, block: int = 128) -> np.nda
 
 
 def _power_of_two_scale(amax: np.ndarray, maximum: float) -> np.ndarray:
-    """Smallest power of two >= amax / maximum, found exactly (frexp), as float64."""
+    """Smallest power of two >= amax / maximum, found exactly (frexp), as float64; NaN for inf and NaN."""
     mantissa, exponent = np.frexp(amax / maximum)
-    return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    scale = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    return np.where(np.isfinite(amax), scale, np.nan)
 
 
 def quantize(
