@@ -37,7 +37,8 @@ def fp8(codes: np.ndarray, dialect: str = "ocp") -> np.ndarray:
 def fp4(packed: np.ndarray) -> np.ndarray:
     """Packed e2m1 bytes ``[..., n/2]`` to float64 ``[..., n]``, low nibble first; minus zero becomes zero."""
     values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64) + 0.0
-    return np.stack((values[packed & 15], values[packed >> 4]), axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    pairs = np.stack((values[packed & 15], values[packed >> 4]), axis=-1)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def mx(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
