@@ -41,7 +41,8 @@ class Dense(Comparator):
         terms: dims of the op's *inputs* whose sizes multiply to the number of terms summed per element
             (space separated; empty for elementwise work).
         magnitude: output or argument names whose largest size in a row bounds the terms summed (empty: the
-            output itself), for outputs that are small differences of large terms.
+            output itself), for outputs that are small differences of large terms. A name ``<output>.terms`` is a
+            further result of the oracle: the sum of the sizes of the terms, per element.
         roundings: number of roundings to the activation dtype on the way, the stored one included.
         row: dims of the output that identify a row; what remains is one row's content.
     """
