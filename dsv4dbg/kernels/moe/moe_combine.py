@@ -10,6 +10,7 @@ import torch
 from dsv4dbg.compare import Dense
 from dsv4dbg.kernels.contract import Example, op, tensor
 from dsv4dbg.kernels.dims import Dims
+from dsv4dbg.kernels.invariants import finite
 from dsv4dbg.kernels.numerics import Numerics
 from dsv4dbg.kernels.samples import TOKENS, activations, normal
 
@@ -19,6 +20,7 @@ from dsv4dbg.kernels.samples import TOKENS, activations, normal
     args={"routed": tensor("token channel", "f32"), "shared": tensor("token channel", "act")},
     outputs={"y": tensor("token channel", "act")},
     compare={"y": Dense(magnitude=("routed", "shared"), roundings=2)},
+    invariants=(finite("y"),),
     switches=("combine",),
 )
 def moe_combine(routed: torch.Tensor, shared: torch.Tensor, *, numerics: Numerics) -> torch.Tensor:

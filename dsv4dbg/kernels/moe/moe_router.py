@@ -50,9 +50,7 @@ def moe_router(
 
 
 @moe_router.oracle
-def _(
-    logits: np.ndarray, bias: np.ndarray, *, topk: int, scale: float, numerics: Numerics
-) -> dict[str, np.ndarray]:
+def _(logits: np.ndarray, bias: np.ndarray, *, topk: int, scale: float, numerics: Numerics) -> dict[str, np.ndarray]:
     scores = np.sqrt(np.logaddexp(0.0, logits))
     ranked = scores + bias
     ids = np.argsort(-ranked, axis=-1, kind="stable")[:, :topk]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4dbg.kernels.contract import Invariant
+from dsv4dbg.kernels.invariants import first
 from dsv4dbg.kernels.numerics import Numerics
 
 
@@ -26,20 +27,20 @@ def chosen_weights(scores: torch.Tensor, ids: torch.Tensor, scale: float, numeri
 
 
 def sums_to_scale(call: Mapping[str, Any]) -> str | None:
-    """Within what four bf16 roundings may leave (``router="act"``)."""
-    total = call["weights"].astype(np.float64).sum(axis=-1)
-    bad = ~(np.abs(total - call["scale"]) <= 2**-6 * call["scale"])
-    return f"token {bad.argmax()}: weights sum to {total[bad.argmax()]:g}, not {call['scale']:g}" if bad.any() else None
+    """Within what four bf16 roundings may leave (``router="act"``), in rows of finite logits."""
+    total, scale = call["weights"].astype(np.float64).sum(axis=-1), call["scale"]
+    bad = np.isfinite(call["logits"]).all(axis=-1) & ~(np.abs(total - scale) <= 2**-6 * scale)
+    return f"weights of token {first(bad)[0]} sum to {total[bad][0]:g}, not {scale:g}" if bad.any() else None
 
 
 def within_range(call: Mapping[str, Any]) -> str | None:
-    bad = ((call["ids"] < 0) | (call["ids"] >= call["logits"].shape[1])).any(axis=-1)
-    return f"token {bad.argmax()}: an id is not an expert" if bad.any() else None
+    bad = (call["ids"] < 0) | (call["ids"] >= call["logits"].shape[1])
+    return f"id {call['ids'][bad][0]} at {first(bad)} is no expert" if bad.any() else None
 
 
 def no_duplicates(call: Mapping[str, Any]) -> str | None:
     bad = (np.diff(np.sort(call["ids"], axis=-1), axis=-1) == 0).any(axis=-1)
-    return f"token {bad.argmax()}: an expert is chosen twice" if bad.any() else None
+    return f"token {first(bad)[0]} chooses an expert twice" if bad.any() else None
 
 
 ROUTING_INVARIANTS = (

@@ -11,6 +11,7 @@ import torch
 from dsv4dbg.compare import Dense
 from dsv4dbg.kernels.contract import Example, Invariant, attr, op, tensor
 from dsv4dbg.kernels.dims import Dims
+from dsv4dbg.kernels.invariants import first
 from dsv4dbg.kernels.moe.swiglu import clamped_swiglu
 from dsv4dbg.kernels.numerics import Numerics
 from dsv4dbg.kernels.samples import TOKENS, activations
@@ -20,10 +21,7 @@ def bounded(call: Mapping[str, Any]) -> str | None:
     """``|y| <= limit^2`` up to rounding, wherever both inputs are finite."""
     gate, up, y = (np.asarray(call[name]).astype(np.float64) for name in ("gate", "up", "y"))
     bad = np.isfinite(gate) & np.isfinite(up) & ~(np.abs(y) <= call["limit"] ** 2 * (1 + 2**-8))
-    if not bad.any():
-        return None
-    token, channel = np.argwhere(bad)[0]
-    return f"token {token}, channel {channel}: {y[token, channel]:g} is beyond the square of the limit"
+    return f"y is {y[bad][0]:g} at {first(bad)}, limit {call['limit']:g}" if bad.any() else None
 
 
 @op(
