@@ -17,7 +17,7 @@ from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.numerics import OFFICIAL, Numerics
 from dsv4dbg.kernels.registry import Implementation, Registry
-from dsv4dbg.plan import Plan
+from dsv4dbg.plan import REFERENCE, Plan
 from dsv4dbg.site import BLOCK, Site
 
 
@@ -55,7 +55,12 @@ def device_arch(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class OpTable:
-    """Ops bound to a scope (``L17.attn``), a step, a plan and a numerics profile."""
+    """Ops bound to a scope (``L17.attn``), a step, a plan and a numerics profile.
+
+    Attributes:
+        prepared: what implementations made of weights, by (site name, implementation).
+        fallbacks: (op, implementation) that the plan's catch-all asked for -> why the reference ran instead.
+    """
 
     registry: Registry
     plan: Plan
@@ -66,6 +71,7 @@ class OpTable:
     scope: str = ""
     arch: str = ""
     prepared: dict[tuple[str, str], Any] = field(default_factory=dict)
+    fallbacks: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def at(self, scope: str) -> OpTable:
         """The same table for another scope."""
@@ -89,10 +95,7 @@ class OpTable:
     def call(self, op: Op, role: str, args: dict[str, Any]) -> Any:
         """Run ``op`` at site ``<scope>.<role>`` with all its arguments by name."""
         site = Site(f"{self.scope}.{role}" if self.scope else role, op.name, self.step)
-        implementation = self.registry.implementation(op.name, self.plan.implementation(site))
-        reason = implementation.why_not(self.device, self.arch, args)
-        if reason:
-            raise DbgError(f"{implementation.name} cannot run at {site}: {reason}", f"plan: {self.plan}")
+        implementation = self.resolve(site, args)
         call = Call(site, op, implementation.name, args, self.numerics)
         if self.listener is None:
             return self._run(implementation, call)
@@ -100,6 +103,23 @@ class OpTable:
         result = self._run(implementation, call)
         self.listener.after(call, op.name_outputs(result))
         return result
+
+    def resolve(self, site: Site, args: dict[str, Any]) -> Implementation:
+        """The implementation that the plan gives a site.
+
+        A choice by a rule for this site or op that cannot run raises; the catch-all rule ``*=NAME`` falls back to the
+        reference there and notes it in ``fallbacks``.
+        """
+        name = self.plan.implementation(site)
+        implementation = self.registry.implementations.get((site.op, name))
+        reason = implementation.why_not(self.device, self.arch, args) if implementation else "the op has none"
+        if implementation is not None and reason is None:
+            return implementation
+        if self.plan.is_explicit(site):
+            known = ", ".join(self.registry.names(site.op))
+            raise DbgError(f"'{name}' cannot run at {site} ({site.op}): {reason}", f"implementations there: {known}")
+        self.fallbacks[site.op, name] = str(reason)
+        return self.registry.implementation(site.op, REFERENCE)
 
     def _run(self, implementation: Implementation, call: Call) -> Any:
         kwargs = dict(call.args)

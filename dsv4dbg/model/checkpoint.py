@@ -100,17 +100,10 @@ class Checkpoint:
         Raises:
             DbgError: all problems in one message of bounded length.
         """
+        found = {key: self._stored(key) for key in self._pieces}
         problems = [*self._source.problems, *self._collisions]
-        found = {}
-        for key in self._pieces:
-            try:
-                found[key] = self._stored(key)
-            except ValueError as e:
-                problems.append(str(e))
-        unusable = self._pieces.keys() - found.keys()
         # a file that cannot be read explains tensors that are not there
-        found_problems = find_problems(self._schema, found, missing=not self._source.problems)
-        problems += [p for p in found_problems if p.split()[0] not in unusable]
+        problems += find_problems(self._schema, found, missing=not self._source.problems)
         if problems:
             shown = [p if len(p) <= 240 else f"{p[:237]}..." for p in problems[:MAX_PROBLEMS]]
             rest = f"; and {len(problems) - MAX_PROBLEMS:,} more" if len(problems) > MAX_PROBLEMS else ""
@@ -124,10 +117,12 @@ class Checkpoint:
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of main layer ``layer``, keys without the prefix ``layers.<layer>.``."""
+        self._in_range("layers", layer, self.config.num_hidden_layers)
         return self._group(f"layers.{layer}.", layer_schema(self.config, layer))
 
     def mtp(self, block: int) -> dict[str, torch.Tensor]:
         """The tensors of MTP block ``block``, keys without the prefix ``mtp.<block>.``."""
+        self._in_range("MTP blocks", block, self.config.num_nextn_predict_layers)
         return self._group(f"mtp.{block}.", mtp_schema(self.config, block))
 
     def ends(self) -> dict[str, torch.Tensor]:
@@ -182,6 +177,10 @@ class Checkpoint:
             tuple(f"mtp.{i}." for i in range(self.config.num_nextn_predict_layers))
         )
 
+    def _in_range(self, what: str, index: int, count: int) -> None:
+        if not 0 <= index < count:
+            raise DbgError(f"the model {self.name} has {count} {what} (counted from 0), {index} is not one of them")
+
     def _with_scale(self, key: str, expected: Expected) -> list[str]:
         return [key, scale_key(key)] if scale_of(expected, self._stored(key).dtype) else [key]
 
@@ -194,23 +193,23 @@ class Checkpoint:
         if half is None:
             return Stored(info.dtype, info.shape)
         if len(info.shape) < 2 or info.shape[-2] % 2:
-            raise ValueError(f"{stored_name} has shape {list(info.shape)}, which has no two halves")
+            return Stored(info.dtype, info.shape, f"has shape {list(info.shape)}, wanted gate and up rows")
         return Stored(info.dtype, (*info.shape[:-2], info.shape[-2] // 2, info.shape[-1]))
 
     def _stored(self, key: str) -> Stored:
-        """Dtype and shape of a key as stored; ValueError when its pieces do not make one tensor."""
+        """Dtype and shape of a key as stored, experts stacked."""
         pieces = self._pieces[key]
         kinds = {self._info(*piece) for piece in pieces.values()}
+        kind = kinds.pop()
         if None in pieces:
-            return kinds.pop()
+            return kind
         count = self.config.n_routed_experts
         absent = [j for j in range(count) if j not in pieces]
         if absent or len(pieces) > count:
-            which = f"lacks {len(absent)} of {count} experts (first: {absent[0]})" if absent else "has too many experts"
-            raise ValueError(f"{key} {which}")
-        if len(kinds) > 1:
-            raise ValueError(f"{key} differs between experts in shape or dtype")
-        kind = kinds.pop()
+            which = f"lacks {len(absent)} of {count} experts (first: {absent[0]})" if absent else ""
+            return Stored(kind.dtype, kind.shape, which or f"has {len(pieces)} experts, wanted {count}")
+        if kinds:
+            return Stored(kind.dtype, kind.shape, "differs between experts in shape or dtype")
         return Stored(kind.dtype, (count, *kind.shape))
 
     def _read(self, stored_name: str, half: int | None) -> torch.Tensor:

@@ -45,10 +45,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Stored:
-    """Dtype (safetensors' name) and shape of a tensor as it is stored, experts already stacked."""
+    """Dtype (safetensors' name) and shape of a tensor as it is stored, experts already stacked.
+
+    Attributes:
+        problem: why the stored pieces do not make one tensor, if so.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    problem: str = ""
 
 
 def ends_schema(c: ModelConfig) -> dict[str, Expected]:
@@ -147,12 +152,13 @@ def find_problems(schema: dict[str, Expected], found: dict[str, Stored], missing
     for key, e in schema.items():
         known.add(key)
         stored = found.get(key)
-        if stored is None:
-            if missing:
+        if stored is None or stored.problem or stored.dtype not in DTYPES[e.form]:
+            known.add(scale_key(key))
+            if stored is not None:
+                wanted = f"is {stored.dtype}, wanted {_either(DTYPES[e.form])}"
+                problems.append(f"{key} {stored.problem or wanted}")
+            elif missing:
                 problems.append(f"{key} is missing")
-            continue
-        if stored.dtype not in DTYPES[e.form]:
-            problems.append(f"{key} is {stored.dtype}, wanted {_either(DTYPES[e.form])}")
             continue
         packed = e.form == "experts" and stored.dtype in PACKED
         problems += _shape(key, stored.shape, (*e.shape[:-1], -(-e.shape[-1] // 2)) if packed else e.shape)
@@ -164,8 +170,8 @@ def find_problems(schema: dict[str, Expected], found: dict[str, Stored], missing
         scale = found.get(key)
         if scale is None:
             problems += [f"{key} is missing ({stored.dtype} weights need it)"] if missing else []
-        elif scale.dtype not in wanted[0]:
-            problems.append(f"{key} is {scale.dtype}, wanted {_either(wanted[0])}")
+        elif scale.problem or scale.dtype not in wanted[0]:
+            problems.append(f"{key} {scale.problem or f'is {scale.dtype}, wanted {_either(wanted[0])}'}")
         else:
             problems += _shape(key, scale.shape, wanted[1])
     return problems + [f"{key} does not belong to this model" for key in sorted(found.keys() - known)]

@@ -279,7 +279,8 @@ def _fill_ratios(
         elif missing < 0 and not any(ratios[missing:]):
             ratios = ratios[:missing]
     values["compress_ratios"] = tuple(ratios)
-    other = {r for r in ratios if r not in (0, values.get("csa_ratio", 4))}
+    # 1 is vLLM's code for "no compression", not a ratio
+    other = {r for r in ratios if r not in (0, 1, values.get("csa_ratio", 4))}
     if "hca_ratio" not in values and len(other) == 1:
         values["hca_ratio"] = other.pop()
 

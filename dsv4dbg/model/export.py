@@ -7,7 +7,8 @@ MXFP4 already keep their bytes; bf16 and float32 weights are rounded:
 - linears: e4m3fn, one power-of-two scale (E8M0) per 128 x 128, the smallest with ``amax / scale <= 448``;
 - routed experts: e2m1, two per byte, low nibble first, one E8M0 scale per 32 input channels, the smallest with
   ``amax / scale <= 6``;
-- both round to nearest even; all else is bf16, or float32 where the published format has that.
+- both round to nearest even, and e2m1 has no minus zero; all else is bf16, or float32 where the published format has
+  that.
 
 The shipped model ``tiny`` was made with ``--add-mtp tiny`` (an untrained, seeded MTP block) from its training
 checkpoint.
@@ -23,10 +24,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from dsv4dbg.errors import DbgError
-from dsv4dbg.kernels.formats import E8M0_BIAS, FP8_MAX, fp4_quantize, fp8_encode, power_of_two, scale_exponent
+from dsv4dbg.kernels.formats import (
+    E8M0_BIAS,
+    FP8_MAX,
+    fp4_pack,
+    fp4_quantize,
+    fp4_unpack,
+    fp8_encode,
+    power_of_two,
+    scale_exponent,
+)
 from dsv4dbg.model import names
 from dsv4dbg.model.checkpoint import Checkpoint, open_model
 from dsv4dbg.model.checkpoint_files import StateDict
@@ -64,6 +74,13 @@ def block_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[:out, :inp].contiguous().view(torch.float8_e4m3fn), scale
 
 
+def expert_quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round experts ``[expert, out, in]`` to MXFP4: ``uint8 [expert, out, in/2]``, ``uint8 [expert, out, in/32]``."""
+    packed, scale = fp4_quantize(weight)
+    codes = fp4_unpack(packed)
+    return fp4_pack(torch.where(codes == 8, 0, codes)), scale
+
+
 def published_tensors(model: Checkpoint) -> dict[str, torch.Tensor]:
     """All tensors of ``model`` under published names, in published dtypes."""
     result: dict[str, torch.Tensor] = {}
@@ -71,7 +88,7 @@ def published_tensors(model: Checkpoint) -> dict[str, torch.Tensor]:
         weight = model.tensor(key)
         scale = model.tensor(scale_key(key)) if scale_key(key) in model.keys else None
         if expected.form in ("linear", "experts") and scale is None:
-            weight, scale = block_quantize(weight) if expected.form == "linear" else fp4_quantize(weight)
+            weight, scale = block_quantize(weight) if expected.form == "linear" else expert_quantize(weight)
         if expected.form == "plain":
             weight = weight.to(torch.bfloat16)
         if expected.form == "experts" and weight.dtype == torch.uint8:
@@ -116,7 +133,7 @@ def export(source: str, target: Path, mtp_seed: str | None = None) -> Checkpoint
         raise DbgError(f"{target} already holds a checkpoint", "give an empty or a new directory")
     written = add_mtp(model, mtp_seed) if mtp_seed is not None else model
     target.mkdir(parents=True, exist_ok=True)
-    save_file(published_tensors(written), target / "model.safetensors")
+    (target / "model.safetensors").write_bytes(save(published_tensors(written)))
     (target / "config.json").write_text(json.dumps(published_config(written.config), indent=2) + "\n")
     for file in TOKENIZER_FILES:
         if model.tokenizer_dir is not None and (model.tokenizer_dir / file).exists():

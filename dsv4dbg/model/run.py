@@ -7,7 +7,7 @@ of steps; which kernels run is the plan's business, what is recorded the listene
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,7 +68,6 @@ class Session:
         step_tokens: int,
         device: torch.device,
         plan: Plan | None = None,
-        listener: Listener | None = None,
         cache_format: CacheFormat | None = None,
         seed: int = 0,
         draft: bool = True,
@@ -82,16 +81,17 @@ class Session:
             )
         self.model = model
         self.device = device
-        self.listener = listener
         self.manager = CacheManager(
             model.config, max_tokens=max_tokens, step_tokens=step_tokens, device=device, fmt=cache_format, seed=seed,
             placement=placement,
         )  # fmt: skip
         self.rope = Rope.build(model.config, max(max_tokens, default=0) or 1, device)
         self.draft = draft and model.config.num_nextn_predict_layers > 0
-        self.ops = OpTable(
-            registry(), plan or Plan(), device, model.numerics, listener, arch=device_arch(device)
-        )
+        self.ops = OpTable(registry(), plan or Plan(), device, model.numerics, arch=device_arch(device))
+
+    def listen(self, listener: Listener) -> None:
+        """Hand every site of the following steps to ``listener``."""
+        self.ops = replace(self.ops, listener=listener)
 
     @torch.inference_mode()
     def step(self, step: Step, following: Callable[[torch.Tensor], Sequence[int]] | None = None) -> StepResult:

@@ -62,13 +62,19 @@ def wide_config() -> ModelConfig:
 
 
 class Synthetic:
-    """A source (see `dsv4dbg.model.checkpoint_files`) that makes its tensors when they are read, experts stacked."""
+    """A source (see `dsv4dbg.model.checkpoint_files`) that makes its tensors when they are read, experts stacked.
 
-    def __init__(self, config: ModelConfig, seed: str) -> None:
+    Args:
+        seed: another seed gives other weights.
+        keep: hold on to every tensor once it is made; for models that fit in memory.
+    """
+
+    def __init__(self, config: ModelConfig, seed: str, keep: bool = False) -> None:
         self.problems: list[str] = []
         self.tensors: dict[str, Info] = {}
         self._config = config
         self._seed = seed
+        self._kept: dict[str, torch.Tensor] | None = {} if keep else None
         self._schema = full_schema(config)
         for key, e in self._schema.items():
             dtype, shape = _format(e)
@@ -77,6 +83,13 @@ class Synthetic:
                 self.tensors[scale_key(key)] = Info("U8", scale[1])
 
     def read(self, name: str) -> torch.Tensor:
+        if self._kept is None:
+            return self._make(name)
+        if name not in self._kept:
+            self._kept[name] = self._make(name)
+        return self._kept[name]
+
+    def _make(self, name: str) -> torch.Tensor:
         shape = self.tensors[name].shape
         if name.endswith(".scale"):
             weight = self._schema[name.removesuffix(".scale") + ".weight"]

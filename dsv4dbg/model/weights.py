@@ -6,28 +6,13 @@ which, so that a capture can name a weight instead of copying it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 
-from dsv4dbg.model.config import ModelConfig
+from dsv4dbg.model.checkpoint import Checkpoint
 
 Weights = Mapping[str, torch.Tensor]
-
-
-class WeightSource(Protocol):
-    """Where weights come from: a checkpoint directory, a generator, a state dict."""
-
-    config: ModelConfig
-
-    def layer(self, index: int) -> dict[str, torch.Tensor]: ...
-
-    def ends(self) -> dict[str, torch.Tensor]: ...
-
-    def mtp(self, index: int) -> dict[str, torch.Tensor]: ...
-
-    def fingerprint(self) -> str: ...
 
 
 class ModelWeights:
@@ -37,13 +22,13 @@ class ModelWeights:
         source: gives tensors by name within a layer (``attn.wq_a.weight``).
     """
 
-    def __init__(self, source: WeightSource, device: torch.device) -> None:
+    def __init__(self, source: Checkpoint, device: torch.device) -> None:
         self.source = source
         self.device = device
         self._groups: dict[str, Weights] = {}
         self._names: dict[int, str] = {}
 
-    def _group(self, prefix: str, load) -> Weights:
+    def _group(self, prefix: str, load: Callable[[], Weights]) -> Weights:
         if prefix not in self._groups:
             group = {name: tensor.to(self.device) for name, tensor in load().items()}
             self._groups[prefix] = group
@@ -59,6 +44,10 @@ class ModelWeights:
     def ends(self) -> Weights:
         return self._group("", self.source.ends)
 
-    def name(self, tensor: torch.Tensor) -> str | None:
-        """Official name of a weight handed out earlier, or None."""
-        return self._names.get(id(tensor))
+    def reference(self, tensor: torch.Tensor) -> dict[str, object] | None:
+        """Name, hash, dtype and shape of a weight handed out earlier, as a trace stores it; None for other tensors."""
+        name = self._names.get(id(tensor))
+        if name is None:
+            return None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return {"tensor": name, "hash": self.source.hash(name), "dtype": dtype, "shape": list(tensor.shape)}

@@ -1,0 +1,195 @@
+"""One capture from request to trace: open the model, run the prompt, write everything down.
+
+`record` is what ``dsv4dbg capture`` does, and what tests and checks use to make traces.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4dbg.errors import DbgError
+from dsv4dbg.kernels.numerics import profile
+from dsv4dbg.kernels.registry import load_plugin, registry
+from dsv4dbg.model.cache import CacheFormat
+from dsv4dbg.model.capture import Capture, cache_specs
+from dsv4dbg.model.checkpoint import Checkpoint, open_model
+from dsv4dbg.model.environment import environment
+from dsv4dbg.model.model import Model
+from dsv4dbg.model.run import Session, generate, open_device
+from dsv4dbg.model.weights import ModelWeights
+from dsv4dbg.plan import REFERENCE, Plan
+from dsv4dbg.site import BLOCK, Pattern, op_name
+from dsv4dbg.trace.writer import TraceWriter
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run and what to keep; see ``dsv4dbg capture --help`` for each."""
+
+    prompt: str | None = None
+    tokens: tuple[int, ...] = ()
+    chat: bool = False
+    decode: int = 4
+    chunk: int | None = None
+    model: str = "tiny"
+    numerics: str = "official"
+    plan: Plan = field(default_factory=Plan)
+    plugins: tuple[Path, ...] = ()
+    sites: tuple[Pattern, ...] = ()
+    device: str = "cpu"
+    kv_cache: str = "fp8"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a capture made.
+
+    Attributes:
+        completion: text after the prompt (None when the model has no tokenizer); ``tokens`` are its ids.
+        seconds: wall time of the forward with capture; ``capture_seconds`` of it went into writing.
+    """
+
+    path: Path
+    completion: str | None
+    tokens: list[int]
+    prompt_tokens: list[int]
+    sites: int
+    bytes: int
+    plan: str
+    fallbacks: dict[str, str]
+    environment: dict[str, Any]
+    seconds: float
+    capture_seconds: float
+
+
+def prompt_ids(request: Request, checkpoint: Checkpoint) -> list[int]:
+    """Token ids of the request's prompt. A raw prompt gets no BOS."""
+    if request.tokens:
+        ids = list(request.tokens)
+    elif request.prompt:
+        tokenizer = checkpoint.tokenizer()
+        ids = tokenizer.chat(request.prompt) if request.chat else tokenizer.encode(request.prompt)
+    else:
+        ids = []
+    if not ids:
+        raise DbgError("the prompt is empty", "give --prompt TEXT, --prompt-file FILE or --tokens IDS")
+    vocab = checkpoint.config.vocab_size
+    wrong = [i for i in ids if not 0 <= i < vocab]
+    if wrong:
+        raise DbgError(f"token {wrong[0]} is outside the model's vocabulary of {vocab:,}")
+    return ids
+
+
+def check_names(plan: Plan, patterns: Sequence[Pattern]) -> None:
+    """Refuse op patterns that match no op, and plans that name implementations which no op has."""
+    found = registry()
+    for pattern in (*patterns, *(p for p, _ in plan.rules)):
+        ops = _ops(pattern)
+        if ops is not None and not ops:
+            raise DbgError(f"'{pattern}' names no op", f"ops: {', '.join([*sorted(found.ops), BLOCK])}")
+    for pattern, name in plan.rules:
+        if name == REFERENCE:
+            continue
+        ops = _ops(pattern) or list(found.ops)
+        if not any((op, name) in found.implementations for op in ops):
+            known = sorted({n for o, n in found.implementations if o in ops})
+            raise DbgError(f"plan rule '{pattern}={name}': no such implementation", f"there is: {', '.join(known)}")
+
+
+def _ops(pattern: Pattern) -> list[str] | None:
+    """Ops that an ``op:`` pattern names; None for a pattern by site name."""
+    if not pattern.text.startswith("op:"):
+        return None
+    text = op_name(pattern.text.removeprefix("op:"))
+    return [op for op in [*registry().ops, BLOCK] if fnmatch.fnmatchcase(op, text)]
+
+
+def load_model(request: Request) -> tuple[Checkpoint, Model, torch.device]:
+    """The model of a request on its device."""
+    device = open_device(request.device)
+    checkpoint = open_model(request.model)
+    return checkpoint, Model(checkpoint.config, ModelWeights(checkpoint, device), profile(request.numerics)), device
+
+
+def open_session(request: Request, model: Model, device: torch.device, ids: Sequence[int]) -> Session:
+    """A session with room for the prompt and what is decoded after it."""
+    return Session(
+        model, max_tokens=[len(ids) + request.decode], step_tokens=request.chunk or len(ids), device=device,
+        plan=request.plan, cache_format=CacheFormat.parse(request.kv_cache), seed=request.seed,
+    )  # fmt: skip
+
+
+def record(request: Request, path: Path) -> Recorded:
+    """Run a request and write its trace to ``path``.
+
+    Raises:
+        DbgError: one sentence on what is wrong with the request, the model or the path; nothing is left behind by a
+            request that never ran.
+    """
+    for plugin in request.plugins:
+        load_plugin(plugin)
+    check_names(request.plan, request.sites)
+    checkpoint, model, device = load_model(request)
+    ids = prompt_ids(request, checkpoint)
+    session = open_session(request, model, device, ids)
+    where = environment(device)
+    manifest = {
+        "model": request.model,
+        "config": checkpoint.config.to_json(),
+        "weights": checkpoint.fingerprint,
+        "numerics": request.numerics,
+        "plan": str(request.plan),
+        "workload": {"decode": request.decode, "chunk": request.chunk},
+        "prompt": request.prompt,
+        "prompt_tokens": ids,
+        "kv_cache": request.kv_cache,
+        "seed": request.seed,
+        "sites": [str(p) for p in request.sites],
+        "environment": where,
+    }
+    stop = None if request.decode == 0 else checkpoint.config.eos_token_id
+    with TraceWriter(path, manifest, cache_specs(session.manager)) as writer:
+        capture = Capture(writer, session.manager, model.weights, request.sites)
+        session.listen(capture)
+        begin = time.perf_counter()
+        tokens = generate(session, ids, request.decode, request.chunk, stop)
+        seconds = time.perf_counter() - begin
+        completion = _text(checkpoint, ids, tokens)
+        fallbacks = {f"{op}={name}": reason for (op, name), reason in session.ops.fallbacks.items()}
+        writer.close({"completion": completion, "completion_tokens": tokens, "fallbacks": fallbacks})
+    if not capture.kept:
+        path.unlink()
+        shown = ", ".join(str(p) for p in request.sites)
+        raise DbgError(f"no site matches {shown}", f"sites look like {', '.join(capture.examples)}")
+    return Recorded(
+        path, completion, tokens, ids, capture.kept, path.stat().st_size, str(request.plan), fallbacks, where, seconds,
+        capture.seconds,
+    )  # fmt: skip
+
+
+def measure(request: Request) -> float:
+    """Seconds that the request's forward takes without capture."""
+    checkpoint, model, device = load_model(request)
+    ids = prompt_ids(request, checkpoint)
+    session = open_session(request, model, device, ids)
+    begin = time.perf_counter()
+    generate(session, ids, request.decode, request.chunk, checkpoint.config.eos_token_id)
+    return time.perf_counter() - begin
+
+
+def _text(checkpoint: Checkpoint, prompt: list[int], tokens: list[int]) -> str | None:
+    """What the tokens add to the prompt's text."""
+    if checkpoint.tokenizer_dir is None:
+        return None
+    tokenizer = checkpoint.tokenizer()
+    before = tokenizer.decode(prompt)
+    return tokenizer.decode([*prompt, *tokens])[len(before) :]
+
