@@ -84,6 +84,7 @@ class Scales(Comparator):
 class Records(Comparator):
     """Bytes written to a paged cache: decoded by an independent codec in the buffer's dialect, and every byte
     outside the contract's slots unchanged. The oracle gives the values before quantisation, one row per slot >= 0.
+    Where a bf16 or float32 buffer gets sim-quantised values it gives those, and ``<name>.unquantized`` beside them.
 
     Attributes:
         roundings: roundings to the activation dtype before the store.
