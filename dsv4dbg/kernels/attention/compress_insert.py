@@ -167,7 +167,7 @@ def _(
     eps: float,
     act: str,
     numerics: Numerics,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     fresh = {
         (s, p): np.concatenate((kv[t], gate[t] + ape[p % ratio]))
         for t, (s, p) in enumerate(zip(sequence.tolist(), positions.tolist(), strict=True))
@@ -192,18 +192,13 @@ def _(
         pooled = (chance * values).sum(axis=0) / chance.sum(axis=0)
         normed = norm_weight * pooled / np.sqrt(np.mean(pooled**2) + eps)
         entries.append(entries_oracle.rope(normed[None], cos_sin[None, p - ratio + 1]))
-    result, layout = np.concatenate(entries), cache.layout
-    if layout.kind == "index":
-        if numerics.index_hadamard:
-            result = entries_oracle.hadamard(result)
-        if numerics.index_quant and entries_oracle.is_plain(layout):
-            result = entries_oracle.quantize_index(result)
-    elif numerics.kv_quant and entries_oracle.is_plain(layout):
-        result = entries_oracle.quantize_kv(result, layout.rope_channels)
+    result = np.concatenate(entries)
+    if cache.layout.kind == "index" and numerics.index_hadamard:
+        result = entries_oracle.hadamard(result)
     state = [np.zeros((0, 2 * width))] + [
         fresh[s, p][None] for s, p, slot in zip(sequence, positions, state_slots, strict=True) if slot >= 0
     ]
-    return np.concatenate(state), result
+    return {"state_cache": np.concatenate(state), **entries_oracle.stored("cache", result, cache.layout, numerics)}
 
 
 def compressor_example(
@@ -264,9 +259,7 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
             yield compressor_example(rng, f"{name} {tokens}", ((0, tokens),), layout(name, *fmt), r, ratio, overlap)
         for fmt in (*formats, ("f32", ""), *((("fp4", ""),) if name == "index" else ())):
             act = "f32" if fmt[0] == "f32" else "bf16"
-            yield compressor_example(
-                rng, f"{name} ragged", MIXED, layout(name, *fmt), r, ratio, overlap, act, gap=64
-            )
+            yield compressor_example(rng, f"{name} ragged", MIXED, layout(name, *fmt), r, ratio, overlap, act, gap=64)
         late = ((ratio - 1, 1), (2 * ratio - 2, 3), (4 * ratio - 1, 1), (3 * ratio, ratio))
         first = layout(name, *formats[0])
         yield compressor_example(rng, f"{name} emissions", late, first, r, ratio, overlap)

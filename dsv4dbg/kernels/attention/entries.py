@@ -16,9 +16,7 @@ from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.pages import FP4_GROUP, KV_GROUP
 
 
-def rope_rows(
-    cos_sin: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, numerics: Numerics
-) -> torch.Tensor:
+def rope_rows(cos_sin: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, numerics: Numerics) -> torch.Tensor:
     """Rows ``[token, r]`` of the table, rounded to ``dtype`` where the stack keeps its table in activations' dtype."""
     rows = cos_sin[positions.long()]
     return rows.to(dtype) if numerics.rope_table == "act" else rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsv4dbg.kernels import oracle
+from dsv4dbg.kernels.numerics import Numerics
 from dsv4dbg.pages import FP4_GROUP, KV_GROUP, PageLayout
 
 
@@ -37,6 +38,12 @@ def quantize_index(x: np.ndarray) -> np.ndarray:
     return oracle.quantize(x, FP4_GROUP, "fp4")[0]
 
 
-def is_plain(layout: PageLayout) -> bool:
-    """Records hold bf16 or float32, so that a quantiser before the store is part of the op."""
-    return layout.format in ("bf16", "f32")
+def stored(name: str, values: np.ndarray, layout: PageLayout, numerics: Numerics) -> dict[str, np.ndarray]:
+    """Rows to store in cache ``name``; where a plain cache gets sim-quantised values, the unquantised rows too."""
+    if layout.format not in ("bf16", "f32"):
+        return {name: values}
+    if layout.kind == "index" and numerics.index_quant:
+        return {name: quantize_index(values), f"{name}.unquantized": values}
+    if layout.kind == "kv" and numerics.kv_quant:
+        return {name: quantize_kv(values, layout.rope_channels), f"{name}.unquantized": values}
+    return {name: values}

@@ -105,13 +105,11 @@ def _(
     *,
     eps: float,
     numerics: Numerics,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     turn, layout = cos_sin[positions], window_cache.layout
     q = entries_oracle.rope(q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + eps), turn)
-    kv = entries_oracle.rope(kv, turn)[window_slots >= 0]
-    if numerics.kv_quant and entries_oracle.is_plain(layout):
-        kv = entries_oracle.quantize_kv(kv, layout.rope_channels)
-    return q, kv
+    stored = entries_oracle.stored("window_cache", entries_oracle.rope(kv, turn)[window_slots >= 0], layout, numerics)
+    return {"q_out": q, **stored}
 
 
 def _edges(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
