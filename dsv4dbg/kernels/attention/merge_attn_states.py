@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 import torch
 
 from dsv4dbg.compare import Dense
-from dsv4dbg.kernels.contract import op, tensor, weight
+from dsv4dbg.kernels.contract import Example, Invariant, op, tensor, weight
+from dsv4dbg.kernels.dims import Dims
+from dsv4dbg.kernels.invariants import first
+from dsv4dbg.kernels.samples import TOKENS, activations, normal
+
+
+def _lse_bounds(call: Mapping[str, Any]) -> str | None:
+    """The merged lse lies between the larger one and that plus ln 2."""
+    largest = np.maximum(call["lse_a"], call["lse_b"])
+    room = np.where(largest == -np.inf, 0.0, 1e-6 * np.abs(largest) + 1e-6)
+    wrong = ~((call["lse"] >= largest - room) & (call["lse"] <= largest + np.log(2) + room))
+    return (
+        f"lse is {call['lse'][first(wrong)]} at {first(wrong)}, larger side {largest[first(wrong)]}"
+        if wrong.any()
+        else None
+    )
+
+
+def _both_empty(call: Mapping[str, Any]) -> str | None:
+    empty = np.maximum(call["lse_a"], call["lse_b"]) == -np.inf
+    wrong = empty[:, :, None] & (call["o"] != 0)
+    return f"o is {call['o'][first(wrong)]} at {first(wrong)}, both sides empty" if wrong.any() else None
+
+
+def _no_nan(call: Mapping[str, Any]) -> str | None:
+    bad = ~np.isfinite(call["o"]).all(axis=2)
+    for side in ("a", "b"):
+        bad &= np.isfinite(call[f"o_{side}"]).all(axis=2) | (call[f"lse_{side}"] == -np.inf)
+    return f"o is not finite at token, head {first(bad)}, though both sides are finite or empty" if bad.any() else None
 
 
 @op(
@@ -19,6 +51,11 @@ from dsv4dbg.kernels.contract import op, tensor, weight
     },
     outputs={"o": tensor("token head channel", "act f32"), "lse": tensor("token head", "f32")},
     compare={"o": Dense(magnitude=("o_a", "o_b"), row="token head"), "lse": Dense(roundings=0, row="token head")},
+    invariants=(
+        Invariant("largest <= lse <= largest + ln 2", _lse_bounds),
+        Invariant("both sides empty: o = 0", _both_empty),
+        Invariant("o finite", _no_nan),
+    ),
 )
 def merge_attn_states(
     o_a: torch.Tensor,
@@ -50,3 +87,77 @@ def merge_attn_states(
 
 def _weighted(o: torch.Tensor, factor: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.where((lse == -torch.inf)[..., None], 0, o.float() * factor[..., None])
+
+
+@merge_attn_states.oracle
+def _(
+    o_a: np.ndarray, lse_a: np.ndarray, o_b: np.ndarray, lse_b: np.ndarray, sink: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    lse = np.logaddexp(lse_a, lse_b)
+    total = lse if sink is None else np.logaddexp(lse, sink)
+    o = np.zeros_like(o_a)
+    for part, part_lse in ((o_a, lse_a), (o_b, lse_b)):
+        seen = part_lse != -np.inf
+        o[seen] += part[seen] * np.exp(part_lse[seen] - total[seen])[:, None]
+    return o, lse
+
+
+@merge_attn_states.examples
+def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
+    heads = torch.arange(dims.heads)
+
+    def case(name: str, tokens: int, **changed: Any) -> Example:
+        shape = (tokens, dims.heads)
+        args = {
+            "o_a": activations(rng, *shape, dims.head_dim),
+            "lse_a": normal(rng, *shape, scale=3),
+            "o_b": activations(rng, *shape, dims.head_dim),
+            "lse_b": normal(rng, *shape, scale=3) + 1,
+            "sink": normal(rng, dims.heads),
+        }
+        return Example(name, {**args, **{key: change(args[key]) for key, change in changed.items()}})
+
+    def empty(lse: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(lse, -torch.inf)
+
+    for tokens in TOKENS:
+        yield case(f"{tokens} tokens", tokens)
+    yield case("no sink", 3, sink=lambda sink: None)
+    yield case("float32", 3, o_a=torch.Tensor.float, o_b=torch.Tensor.float)
+    yield case("float32 partials, bf16 other side", 3, o_a=torch.Tensor.float)
+    yield case("first side empty", 3, lse_a=empty, o_a=torch.zeros_like)
+    yield case("second side empty", 3, lse_b=empty, o_b=torch.zeros_like)
+    yield case("both sides empty", 3, lse_a=empty, lse_b=empty, o_a=torch.zeros_like, o_b=torch.zeros_like)
+    yield case(
+        "both sides empty, no sink",
+        3,
+        lse_a=empty,
+        lse_b=empty,
+        o_a=torch.zeros_like,
+        o_b=torch.zeros_like,
+        sink=lambda sink: None,
+    )
+    some = {
+        "lse_a": lambda lse: lse.masked_fill(heads % 4 >= 2, -torch.inf),
+        "lse_b": lambda lse: lse.masked_fill(heads % 2 == 1, -torch.inf),
+    }
+    yield case(
+        "some heads empty, their o is NaN",
+        3,
+        **some,
+        o_a=lambda o: o.masked_fill((heads % 4 >= 2)[:, None], torch.nan),
+        o_b=lambda o: o.masked_fill((heads % 2 == 1)[:, None], torch.nan),
+    )
+    yield case("equal lse", 3, lse_a=torch.zeros_like, lse_b=torch.zeros_like)
+    yield case("lse of thousands", 3, lse_a=lambda lse: lse + 5000, lse_b=lambda lse: lse + 5000)
+    yield case(
+        "lse of minus thousands, no sink",
+        3,
+        lse_a=lambda lse: lse - 5000,
+        lse_b=lambda lse: lse - 5000,
+        sink=lambda sink: None,
+    )
+    yield case("one side far above", 3, lse_a=lambda lse: lse + 200)
+    yield case("sink far above", 3, sink=lambda sink: sink + 60)
+    yield case("sink of -inf", 3, sink=lambda sink: torch.full_like(sink, -torch.inf))
+    yield case("opposite sides", 3, o_b=lambda o: o.neg(), lse_b=torch.zeros_like, lse_a=torch.zeros_like)

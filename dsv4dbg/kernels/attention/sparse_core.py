@@ -18,7 +18,7 @@ Fetch = Callable[[torch.Tensor, int], torch.Tensor]
 """``fetch(indices [t, k], column) -> rows [t, k, channel]``: rows of the lists' columns from ``column`` on; -1: 0."""
 
 KEYS = 64  # keys per step of the running softmax, as in the official kernel
-TOKENS = 64  # tokens per step; bounds memory, changes no bit
+TOKENS = 64  # tokens per step, which bounds memory
 
 
 def read_rows(cache: paged.Cache, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
