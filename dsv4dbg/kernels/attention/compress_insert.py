@@ -263,10 +263,9 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
         late = ((ratio - 1, 1), (2 * ratio - 2, 3), (4 * ratio - 1, 1), (3 * ratio, ratio))
         first = layout(name, *formats[0])
         yield compressor_example(rng, f"{name} emissions", late, first, r, ratio, overlap)
-        activations = compressor_example(rng, f"{name} bf16 inputs", late, first, r, ratio, overlap)
-        for key in ("kv", "gate"):
-            activations.args[key] = activations.args[key].to(torch.bfloat16)
-        yield activations
+        args = compressor_example(rng, "", late, first, r, ratio, overlap).args
+        halves = {key: args[key].to(torch.bfloat16) for key in ("kv", "gate")}
+        yield Example(f"{name} bf16 inputs", {**args, **halves})
         odd = compressor_example(rng, f"{name} odd rows", ((0, 2 * ratio), (0, 2 * ratio)), first, r, ratio, overlap)
         odd.args["kv"][:ratio] = 0  # an entry of zeros
         odd.args["gate"][ratio : 2 * ratio] *= 50  # one row takes all
