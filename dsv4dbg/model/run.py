@@ -17,6 +17,7 @@ from dsv4dbg.kernels.table import Listener, OpTable, device_arch
 from dsv4dbg.model.batch import Chunk, Step, StepInputs, prepare_step
 from dsv4dbg.model.cache import CacheFormat, CacheManager
 from dsv4dbg.model.model import Model, Rope
+from dsv4dbg.model.workload import Workload
 from dsv4dbg.plan import Plan
 
 
@@ -42,13 +43,14 @@ class StepResult:
     Attributes:
         logits: ``f32 [row, vocab]`` of the step's logit rows.
         streams: ``act [token, hc_mult, hidden]`` after the last main layer.
-        draft: logits of the MTP block for the same rows, or None when it did not run.
+        draft: logits of the MTP block for the same rows, or None when it did not run; ``draft_streams`` its streams.
     """
 
     inputs: StepInputs
     logits: torch.Tensor
     streams: torch.Tensor
     draft: torch.Tensor | None = None
+    draft_streams: torch.Tensor | None = None
 
 
 class Session:
@@ -98,32 +100,60 @@ class Session:
         """Feed one step.
 
         Args:
-            following: gets the logits and returns, for each chunk, the token that follows its last one, for the MTP
-                block (default: the most likely one).
+            following: gets the step's logits and returns for every row the token after it, which the MTP block is
+                fed (default: the next token of the chunk, and after its last one the most likely one).
         """
         inputs = prepare_step(step, self.manager, self.model.config.sliding_window, self.device)
         ops, caches = self.ops.in_step(step.name), self.manager.caches
         logits, streams = self.model.forward(ops, inputs, self.rope, caches)
         if not self.draft:
             return StepResult(inputs, logits, streams)
-        last = self._last_logits(step, logits)
-        after = list(following(last) if following else last.argmax(-1).tolist())
-        draft, _ = self.model.draft(ops, inputs, self.rope, caches, streams, self._next_ids(step, after))
-        return StepResult(inputs, logits, streams, draft)
+        next_ids = following(logits) if following else shifted(step, most_likely(step, logits))
+        after = torch.tensor(list(next_ids), dtype=torch.int64, device=self.device)
+        draft, draft_streams = self.model.draft(ops, inputs, self.rope, caches, streams, after)
+        return StepResult(inputs, logits, streams, draft, draft_streams)
 
-    @staticmethod
-    def _last_logits(step: Step, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of each non-empty chunk's last row."""
-        if not step.all_rows:
-            return logits
-        counts = torch.tensor([len(c.tokens) for c in step.chunks])
-        return logits[(counts.cumsum(0) - 1)[counts > 0]]
+    def run(self, workload: Workload, seen: Callable[[StepResult], None] | None = None) -> None:
+        """Feed a workload, taking sequences back to what each verify step accepts; the MTP block gets the true tokens."""
+        ahead = _tokens_ahead(workload)
+        for step, feeds in workload:
+            result = self.step(step, following=lambda _, n=step.name: ahead[n])
+            for feed in feeds:
+                self.manager.rollback(feed.sequence, self.manager.lengths[feed.sequence] - len(feed.tokens) + feed.accepted)
+            if seen is not None:
+                seen(result)
 
-    def _next_ids(self, step: Step, after: list[int]) -> torch.Tensor:
-        ids: list[int] = []
-        for chunk in (c for c in step.chunks if c.tokens):
-            ids += [*chunk.tokens[1:], after.pop(0)]
-        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+def most_likely(step: Step, logits: torch.Tensor) -> list[int]:
+    """For each chunk that has tokens, the most likely token after its last one."""
+    if step.all_rows:
+        counts = torch.tensor([len(c.tokens) for c in step.chunks], device=logits.device)
+        logits = logits[(counts.cumsum(0) - 1)[counts > 0]]
+    return logits.argmax(-1).tolist()
+
+
+def shifted(step: Step, after: Sequence[int]) -> list[int]:
+    """For every row the token after it: within a chunk its next token, at its end the given one."""
+    chunks = [c for c in step.chunks if c.tokens]
+    return [token for chunk, last in zip(chunks, after, strict=True) for token in (*chunk.tokens[1:], last)]
+
+
+def _tokens_ahead(workload: Workload) -> dict[str, list[int]]:
+    """For every row of every step the token that truly follows it (for the last ones of the workload: token 0)."""
+    true: list[list[int]] = [[] for _ in range(workload.num_sequences)]
+    for step in workload.steps:
+        for feed in step.feeds:
+            true[feed.sequence] += feed.tokens[: feed.accepted]
+    ahead, fed = {}, [0] * workload.num_sequences
+    for step, feeds in workload:
+        rows: list[int] = []
+        for feed in feeds:
+            start = fed[feed.sequence]
+            following = true[feed.sequence][start + 1 : start + 1 + len(feed.tokens)]
+            rows += following + [0] * (len(feed.tokens) - len(following))
+            fed[feed.sequence] = start + feed.accepted
+        ahead[step.name] = rows
+    return ahead
 
 
 def prefill_steps(prompt: Sequence[int], chunk: int | None, sequence: int = 0) -> list[Step]:
@@ -143,7 +173,7 @@ def generate(
     result = None
     for number, step in enumerate(steps):
         upcoming = steps[number + 1].chunks[0].tokens[:1] if number + 1 < len(steps) else None
-        result = session.step(step, following=(lambda _, t=upcoming: t) if upcoming else None)
+        result = session.step(step, following=(lambda _, s=step, t=upcoming: shifted(s, t)) if upcoming else None)
     assert result is not None
     completion = [int(result.logits[-1].argmax())]
     for number in range(decode):
