@@ -72,10 +72,10 @@ class PageLayout:
     def write(self, data: np.ndarray, slots: np.ndarray, records: np.ndarray) -> None:
         """Put ``records`` (``uint8 [n, record_bytes]``) at ``slots``; slots of -1 are skipped."""
         keep = np.asarray(slots) >= 0
-        slots, records = np.asarray(slots)[keep], records[keep]
-        flat, stride, start = data.reshape(-1), data.shape[1], 0
-        for offset, size in zip(self.field_offsets(slots, stride), self.fields, strict=True):
-            flat[offset[:, None] + np.arange(size)] = records[:, start : start + size]
+        slots, records = np.asarray(slots, dtype=np.int64)[keep], records[keep]
+        page, start = slots // self.entries, 0
+        for column, size in zip(self.field_offsets(slots % self.entries, 0), self.fields, strict=True):
+            data[page[:, None], column[:, None] + np.arange(size)] = records[:, start : start + size]
             start += size
 
     def to_json(self) -> dict:
