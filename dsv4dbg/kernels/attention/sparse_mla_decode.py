@@ -11,14 +11,22 @@ import torch
 from dsv4dbg.compare import Dense
 from dsv4dbg.kernels.attention import sparse_oracle
 from dsv4dbg.kernels.attention.sparse_core import attend, read_rows
-from dsv4dbg.kernels.attention.sparse_samples import STARTS, WINDOW_BLOCK, index_lists, paged_rows, ragged
+from dsv4dbg.kernels.attention.sparse_samples import (
+    STARTS,
+    WINDOW_BLOCK,
+    index_lists,
+    paged_rows,
+    queries,
+    ragged,
+    sinks,
+)
 from dsv4dbg.kernels.contract import Example, Invariant, attr, cache, op, tensor, weight
 from dsv4dbg.kernels.dims import TINY, Dims
 from dsv4dbg.kernels.invariants import finite, first
 from dsv4dbg.kernels.numerics import Numerics
 from dsv4dbg.kernels.oracle import OracleCache
 from dsv4dbg.kernels.paged import Cache
-from dsv4dbg.kernels.samples import TOKENS, activations, normal
+from dsv4dbg.kernels.samples import TOKENS
 from dsv4dbg.pages import kv_layout
 
 
@@ -131,11 +139,11 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
         window_cache, recent, _ = paged_rows(rng, "window", window_layout, tokens.lengths)
         entry_cache, entries, _ = paged_rows(rng, "entries", entry_layout, tokens.entries(ratio))
         args = {
-            "q": activations(rng, count, dims.heads, dims.head_dim),
+            "q": queries(rng, count, dims.heads, dims.head_dim),
             "window_cache": window_cache,
             "entry_cache": entry_cache,
             "indices": index_lists(rng, tokens, recent, entries, dims.window, ratio, width),
-            "sink": normal(rng, dims.heads),
+            "sink": sinks(rng, dims.heads),
             "window": dims.window,
             "scale": dims.head_dim**-0.5,
         }
@@ -167,7 +175,7 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
     )
     yield case("no sink", 5, sink=lambda sink: None)
     yield case("sink far above the logits", 3, sink=lambda sink: sink + 60)
-    yield case("large logits", 3, q=lambda q: q * 64)
+    yield case("large logits", 3, q=lambda q: q * 256)
     yield case("a token without keys", 3, indices=lambda i: i.index_fill(0, torch.tensor([1]), -1))
     yield case("no token has keys", 3, indices=lambda i: torch.full_like(i, -1))
     yield case("entries only", 4, starts=(126, 257), indices=lambda i: i.index_fill(1, torch.arange(dims.window), -1))

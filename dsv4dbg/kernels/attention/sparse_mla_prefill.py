@@ -11,12 +11,12 @@ import torch
 from dsv4dbg.compare import Dense
 from dsv4dbg.kernels.attention import sparse_oracle
 from dsv4dbg.kernels.attention.sparse_core import attend
-from dsv4dbg.kernels.attention.sparse_samples import index_lists, ragged, rows, workspace_rows
+from dsv4dbg.kernels.attention.sparse_samples import index_lists, queries, ragged, rows, sinks, workspace_rows
 from dsv4dbg.kernels.contract import Example, Invariant, attr, op, tensor, weight
 from dsv4dbg.kernels.dims import TINY, Dims
 from dsv4dbg.kernels.invariants import finite, first
 from dsv4dbg.kernels.numerics import Numerics
-from dsv4dbg.kernels.samples import TOKENS, activations, normal
+from dsv4dbg.kernels.samples import TOKENS
 
 
 def _indices_in_range(call: Mapping[str, Any]) -> str | None:
@@ -100,10 +100,10 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
         recent, entries = workspace_rows(rng, tokens.lengths, tokens.entries(ratio))
         kv = rows(rng, sum(tokens.lengths) + sum(tokens.entries(ratio)), dims.head_dim)
         args = {
-            "q": activations(rng, count, dims.heads, dims.head_dim),
+            "q": queries(rng, count, dims.heads, dims.head_dim),
             "kv": kv,
             "indices": index_lists(rng, tokens, recent, entries, dims.window, ratio, width),
-            "sink": normal(rng, dims.heads),
+            "sink": sinks(rng, dims.heads),
             "scale": scale,
         }
         return Example(name, {**args, **{key: change(args[key]) for key, change in changed.items()}})
@@ -114,9 +114,13 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
     yield case("window only", 7, width=0)
     yield case("no sink", 7, sink=lambda sink: None)
     yield case("float32", 7, q=torch.Tensor.float, kv=torch.Tensor.float)
-    yield case("large logits", 7, q=lambda q: q * 64)
+    yield case("large logits", 7, q=lambda q: q * 256)
     yield case("sink far above the logits", 3, sink=lambda sink: sink + 60)
-    yield case("sink of -inf in every other head", 3, sink=lambda sink: sink.masked_fill(sink > 0, -torch.inf))
+    yield case(
+        "sink of -inf in every other head",
+        3,
+        sink=lambda sink: sink.masked_fill(torch.arange(dims.heads) % 2 == 1, -torch.inf),
+    )
     yield case("zero queries", 3, q=torch.zeros_like)
     yield case("equal keys", 3, kv=lambda kv: kv[:1].expand_as(kv).contiguous())
     yield case("a token without keys", 3, indices=lambda i: i.index_fill(0, torch.tensor([1]), -1))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dsv4dbg.kernels import paged
-from dsv4dbg.kernels.samples import activations, block_table, table_slots
+from dsv4dbg.kernels.samples import activations, block_table, normal, table_slots
 from dsv4dbg.pages import PageLayout
 
 STARTS = (126, 0, 5, 128, 257)  # first positions of the new tokens: all remainders of 4, across 127/128/129
@@ -47,6 +47,16 @@ def rows(rng: np.random.Generator, count: int, channels: int) -> torch.Tensor:
     x = (x.float().unflatten(1, (-1, 64)) * torch.exp2(groups)).flatten(1).to(torch.bfloat16)
     x[count // 2 : count // 2 + 1] = 0
     return x
+
+
+def queries(rng: np.random.Generator, tokens: int, heads: int, channels: int) -> torch.Tensor:
+    """bf16 ``[tokens, heads, channels]``, quiet enough that many keys have a share in the softmax over `rows`."""
+    return activations(rng, tokens, heads, channels, scale=0.25)
+
+
+def sinks(rng: np.random.Generator, heads: int) -> torch.Tensor:
+    """float32 ``[heads]`` of the size of the lse over `rows`, so that the sink has a share too."""
+    return normal(rng, heads) + 5
 
 
 def paged_rows(
