@@ -60,6 +60,8 @@ class OpTable:
     Attributes:
         prepared: what implementations made of weights, by (site name, implementation).
         fallbacks: (op, implementation) that the plan's catch-all asked for -> why the reference ran instead.
+        row_wise: call every op once per token, so that a row's bits cannot depend on what it is batched with: the
+            batch-invariant mode of the reference.
     """
 
     registry: Registry
@@ -72,6 +74,7 @@ class OpTable:
     arch: str = ""
     prepared: dict[tuple[str, str], Any] = field(default_factory=dict)
     fallbacks: dict[tuple[str, str], str] = field(default_factory=dict)
+    row_wise: bool = False
 
     def at(self, scope: str) -> OpTable:
         """The same table for another scope."""
@@ -131,9 +134,27 @@ class OpTable:
                 weights = {n: kwargs[n] for n, a in call.op.args.items() if a.kind == "weight"}
                 self.prepared[key] = implementation.prepare(**weights)
             kwargs["prepared"] = self.prepared[key]
+        if self.row_wise:
+            return _row_by_row(call.op, implementation, kwargs)
         return implementation.function(**kwargs)
 
     def boundary(self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """Report a block's inputs and outputs under its own site (``L17``, ``L17.attn``)."""
         if self.listener is not None:
             self.listener.boundary(Site(name, BLOCK, self.step), inputs, outputs)
+
+
+def _row_by_row(op: Op, implementation: Implementation, kwargs: dict[str, Any]) -> Any:
+    """An op on one token after the other; arguments and outputs whose first dim is ``token`` are cut and joined."""
+    cut = [n for n, a in op.args.items() if a.dims.startswith("token") and isinstance(kwargs[n], torch.Tensor)]
+    tokens = len(kwargs[cut[0]]) if cut else 0
+    if tokens <= 1:
+        return implementation.function(**kwargs)
+    rows = [
+        implementation.function(**kwargs | {n: kwargs[n][t : t + 1] for n in cut}) for t in range(tokens)
+    ]
+    if not op.outputs:
+        return None
+    parts = [tuple(op.name_outputs(row).values()) for row in rows]
+    joined = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    return joined if len(joined) > 1 else joined[0]

@@ -166,6 +166,7 @@ class CacheManager:
     ) -> None:
         self.format = fmt or CacheFormat()
         self.fill = fill
+        self.rollback_tokens = rollback
         self.kinds = cache_kinds(config, self.format, rollback)
         self.lengths = [0] * len(max_tokens)
         self.tables: dict[str, BlockTable] = {}
@@ -176,6 +177,7 @@ class CacheManager:
                 order = np.random.Generator(np.random.Philox(key=[seed, number])).permutation(pages).tolist()
             self.tables[kind.name] = BlockTable(kind, max(order) + 1, list(order), [[] for _ in max_tokens])
         self.caches: dict[str, dict[str, Cache]] = {}
+        self.kind_of: dict[str, str] = {}  # cache name -> kind
         scopes = [f"L{i}" for i in range(config.num_hidden_layers)]
         scopes += [f"mtp{i}" for i in range(config.num_nextn_predict_layers)]
         for scope, ratio in zip(scopes, config.compress_ratios, strict=True):
@@ -196,11 +198,19 @@ class CacheManager:
 
     def _pool(self, name: str, kind: str, device: torch.device) -> Cache:
         table = self.tables[kind]
-        shape = (table.num_pages, table.kind.layout.page_bytes)
-        return Cache(name, torch.full(shape, self.fill, dtype=torch.uint8, device=device), table.kind.layout)
+        self.kind_of[name] = kind
+        # zeros, not full: untouched pages of a huge pool then cost no host memory
+        data = torch.zeros(table.num_pages, table.kind.layout.page_bytes, dtype=torch.uint8, device=device)
+        return Cache(name, data.fill_(self.fill) if self.fill else data, table.kind.layout)
 
     def all_caches(self) -> Iterable[Cache]:
         return (cache for roles in self.caches.values() for cache in roles.values())
+
+    def needed(self, kind: str) -> int:
+        """How many of the newest records of a kind with a limit the next token can read (rollback left aside)."""
+        keep = self.tables[kind].kind.keep
+        assert keep is not None
+        return keep - self.rollback_tokens
 
     def reserve(self, sequence: int, new_tokens: int) -> int:
         """Make room for ``new_tokens`` more tokens of a sequence and count them; returns its old length."""

@@ -44,6 +44,15 @@ class ModelWeights:
     def ends(self) -> Weights:
         return self._group("", self.source.ends)
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A weight by its full official name, on the device."""
+        kind, _, rest = name.partition(".")
+        if kind in ("layers", "mtp"):
+            index, _, key = rest.partition(".")
+            group = self.layer(int(index)) if kind == "layers" else self.mtp(int(index))
+            return group[key]
+        return self.ends()[name]
+
     def reference(self, tensor: torch.Tensor) -> dict[str, object] | None:
         """Name, hash, dtype and shape of a weight handed out earlier, as a trace stores it; None for other tensors."""
         name = self._names.get(id(tensor))
