@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from dsv4dbg.model.checkpoint_files import DTYPE_BYTES
 from dsv4dbg.model.checkpoint_schema import full_schema, scale_key
 from dsv4dbg.model.names import Part, expert_names, hf_name, parts
-from dsv4dbg.model.synthetic import wide_config
+from dsv4dbg.model.synthetic import Synthetic, wide_config
 
 SAMPLES = [
     ("model.embed_tokens.weight", "embed.weight"),
@@ -122,3 +124,17 @@ def test_transformers_state_dict_is_covered():
     )
     # nothing of the model is left over
     assert len(loaded.keys) == len(state) + 3
+
+
+def test_schema_counts_the_tensors_and_bytes_of_the_published_flash():
+    """DeepSeek-V4-Flash's index: 69,187 tensors, total_size 159,609,485,896."""
+    ratios = (0, 0, *(4, 128) * 20, 4, 0)
+    config = replace(
+        wide_config(), vocab_size=129280, hidden_size=4096, num_hidden_layers=43, num_attention_heads=64, head_dim=512,
+        q_lora_rank=1024, o_groups=8, o_lora_rank=1024, compress_ratios=ratios, index_n_heads=64, index_head_dim=128,
+        moe_intermediate_size=2048, n_routed_experts=256, num_experts_per_tok=6, num_hash_layers=3,
+    )  # fmt: skip
+    source = Synthetic(config, "sizes only")
+    sizes = {key: math.prod(i.shape) * DTYPE_BYTES[i.dtype] for key, i in source.tensors.items()}
+    assert sum(len(expert_names(key, 256) or [key]) for key in sizes) == 69_187
+    assert sum(sizes.values()) == 159_609_485_896
