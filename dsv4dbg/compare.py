@@ -6,7 +6,8 @@ contract's dim names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 
@@ -42,15 +43,21 @@ class Dense(Comparator):
             (space separated; empty for elementwise work).
         magnitude: output or argument names whose largest size in a row bounds the terms summed (empty: the
             output itself), for outputs that are small differences of large terms. A name ``<output>.terms`` is a
-            further result of the oracle: the sum of the sizes of the terms, per element.
+            further result of the oracle: the size of the terms per element (the root of the sum of their squares
+            where their errors are independent, else the sum of their sizes).
         roundings: number of roundings to the activation dtype on the way, the stored one included.
         row: dims of the output that identify a row; what remains is one row's content.
+        inner: an argument; where it is given, an FP8 quantiser sits inside the op behind a rounding, so that
+            some inner values move by a whole FP8 step.
+        more: further roundings where ``switch=value`` holds in the numerics, or ``argument:f32``: it is float32.
     """
 
     terms: str = ""
     magnitude: tuple[str, ...] = ()
     roundings: int = 1
     row: str = "token"
+    inner: str = ""
+    more: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def _no_nan(call: Mapping[str, Any]) -> str | None:
         "sink": weight("head", "f32", "logit in the denominator only", optional=True),
     },
     outputs={"o": tensor("token head channel", "act f32"), "lse": tensor("token head", "f32")},
-    compare={"o": Dense(magnitude=("o_a", "o_b"), row="token head"), "lse": Dense(roundings=0, row="token head")},
+    compare={"o": Dense(magnitude=("o_a", "o_b"), row="token head"), "lse": Dense(magnitude=("lse.terms",), roundings=0, row="token head")},
     invariants=(
         Invariant("largest <= lse <= largest + ln 2", _lse_bounds),
         Invariant("both sides empty: o = 0", _both_empty),
@@ -92,14 +92,15 @@ def _weighted(o: torch.Tensor, factor: torch.Tensor, lse: torch.Tensor) -> torch
 @merge_attn_states.oracle
 def _(
     o_a: np.ndarray, lse_a: np.ndarray, o_b: np.ndarray, lse_b: np.ndarray, sink: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     lse = np.logaddexp(lse_a, lse_b)
     total = lse if sink is None else np.logaddexp(lse, sink)
     o = np.zeros_like(o_a)
     for part, part_lse in ((o_a, lse_a), (o_b, lse_b)):
         seen = part_lse != -np.inf
         o[seen] += part[seen] * np.exp(part_lse[seen] - total[seen])[:, None]
-    return o, lse
+    sizes = [np.where(np.isfinite(part), np.abs(part), 0) for part in (lse_a, lse_b)]
+    return {"o": o, "lse": lse, "lse.terms": 1 + np.maximum(*sizes)}
 
 
 @merge_attn_states.examples

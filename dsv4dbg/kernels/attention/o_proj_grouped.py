@@ -24,7 +24,7 @@ from dsv4dbg.kernels.samples import TOKENS, activations, fp8_weight, normal
         "groups": attr("groups of consecutive heads"),
     },
     outputs={"z": tensor("token out", "act")},
-    compare={"z": Dense(terms="inp")},
+    compare={"z": Dense(terms="inp", more={"scale:f32": 1, "weight:f32": 1})},
     invariants=(finite("z"),),
 )
 def o_proj_grouped(

@@ -54,8 +54,8 @@ def _slots_in_pool(call: Mapping[str, Any]) -> str | None:
     },
     outputs={"o": tensor("token head channel", "act"), "lse": tensor("token head", "f32")},
     compare={
-        "o": Dense(terms="key channel", roundings=2, row="token head"),
-        "lse": Dense(terms="channel", roundings=0, row="token head"),
+        "o": Dense("key channel", ("o.terms",), roundings=2, row="token head", more={"attention=eager": 1}),
+        "lse": Dense("channel", ("lse.terms",), roundings=0, row="token head", more={"attention=eager": 2}),
     },
     invariants=(
         Invariant("-1 <= slot < slots of the pool", _slots_in_pool),
@@ -110,13 +110,13 @@ def _(
     window: int,
     scale: float,
     numerics: Numerics,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     def rows(columns: np.ndarray, slots: np.ndarray) -> np.ndarray:
         recent = window_cache.rows(slots[columns < window])
         entries = slots[columns >= window]
         return np.concatenate((recent, entry_cache.rows(entries))) if entry_cache is not None else recent
 
-    return sparse_oracle.attention(q, indices, sink, scale, rows)
+    return sparse_oracle.attention(q, indices, sink, scale, rows, numerics)
 
 
 @sparse_mla_decode.examples

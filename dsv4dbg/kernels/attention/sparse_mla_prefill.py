@@ -44,8 +44,8 @@ def _inside_hull(call: Mapping[str, Any]) -> str | None:
     },
     outputs={"o": tensor("token head channel", "act"), "lse": tensor("token head", "f32")},
     compare={
-        "o": Dense(terms="key channel", roundings=2, row="token head"),
-        "lse": Dense(terms="channel", roundings=0, row="token head"),
+        "o": Dense("key channel", ("o.terms",), roundings=2, row="token head", more={"attention=eager": 1}),
+        "lse": Dense("channel", ("lse.terms",), roundings=0, row="token head", more={"attention=eager": 2}),
     },
     invariants=(
         Invariant("-1 <= index < rows", _indices_in_range),
@@ -87,8 +87,8 @@ def sparse_mla_prefill(
 @sparse_mla_prefill.oracle
 def _(
     q: np.ndarray, kv: np.ndarray, indices: np.ndarray, sink: np.ndarray | None, *, scale: float, numerics: Numerics
-) -> tuple[np.ndarray, np.ndarray]:
-    return sparse_oracle.attention(q, indices, sink, scale, lambda _, chosen: kv[chosen])
+) -> dict[str, np.ndarray]:
+    return sparse_oracle.attention(q, indices, sink, scale, lambda _, chosen: kv[chosen], numerics)
 
 
 @sparse_mla_prefill.examples

@@ -34,7 +34,7 @@ from dsv4dbg.kernels.samples import TOKENS, activations, fp8_weight, norm_weight
         "eps": attr("of both norms"),
     },
     outputs={"mixed": tensor("token stream channel", "act")},
-    compare={"mixed": Dense(terms="channel", roundings=3, row="token stream")},
+    compare={"mixed": Dense("channel", ("mixed.terms",), 4, "token stream", inner="e_scale")},
     invariants=(finite("mixed"),),
 )
 def mtp_input(
@@ -84,17 +84,18 @@ def _(
     h_scale: np.ndarray | None,
     *,
     eps: float,
-) -> np.ndarray:
+) -> dict[str, np.ndarray]:
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
-    def project(x: np.ndarray, weight: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-        if scale is None:
-            return x @ weight.T
-        return oracle.quantize(x, 128)[0] @ oracle.fp8_blocks(weight, scale).T
+    def project(x: np.ndarray, weight: np.ndarray, scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        if scale is not None:
+            x, weight = oracle.quantize(x, 128)[0], oracle.fp8_blocks(weight, scale)
+        return x @ weight.T, x**2 @ weight.T**2
 
-    e = project(norm(embed_weight[ids], enorm), e_proj, e_scale)
-    return e[:, None] + project(norm(streams, hnorm), h_proj, h_scale)
+    e, e_squares = project(norm(embed_weight[ids], enorm), e_proj, e_scale)
+    h, h_squares = project(norm(streams, hnorm), h_proj, h_scale)
+    return {"mixed": e[:, None] + h, "mixed.terms": np.sqrt(e_squares[:, None] + h_squares)}
 
 
 @mtp_input.examples

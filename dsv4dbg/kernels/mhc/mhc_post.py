@@ -33,7 +33,7 @@ def _bound(call: Mapping[str, Any]) -> str | None:
         "comb": tensor("token stream target", "f32", "the sum runs over the first stream dim"),
     },
     outputs={"mixed": tensor("token stream channel", "act")},
-    compare={"mixed": Dense(terms="stream", magnitude=("y", "streams"), row="token stream")},
+    compare={"mixed": Dense(terms="stream", magnitude=("y", "streams"), row="token stream", more={"mhc_mix=act": 4})},
     invariants=(finite("mixed"), Invariant("mixed within the sum of its terms' sizes", _bound)),
     switches=("mhc_mix",),
 )

@@ -62,7 +62,10 @@ def zero_without_experts(call: Mapping[str, Any]) -> str | None:
         "limit": attr("clamp before SiLU: gate from above only, up on both sides"),
     },
     outputs={"y": tensor("token channel", "f32")},
-    compare={"y": Dense(terms="choice inner", roundings=4)},
+    compare={"y": Dense(
+            "choice inner", ("y.terms",), roundings=4, inner="w2_scale",
+            more={"experts=act": 3, "routing_weight=after": 1, "combine=act": 6},
+        )},
     invariants=(Invariant("y finite where x is", finite_rows), Invariant("zero without experts", zero_without_experts)),
     switches=("experts", "routing_weight", "combine"),
 )
@@ -138,27 +141,29 @@ def _(
     *,
     limit: float,
     numerics: Numerics,
-) -> np.ndarray:
-    def apply(values: np.ndarray, w: np.ndarray, scale: np.ndarray | None, expert: int) -> np.ndarray:
+) -> dict[str, np.ndarray]:
+    def operands(values: np.ndarray, w: np.ndarray, scale: np.ndarray | None, expert: int) -> tuple[np.ndarray, ...]:
         if scale is None:
-            return values @ w[expert].T
+            return values, w[expert].T
         one_scale_per_row = scale.shape[1] == w.shape[1]
         dense = (oracle.mx if one_scale_per_row else oracle.fp8_blocks)(w[expert], scale[expert])
-        return oracle.quantize(values, 128)[0] @ dense.T
+        return oracle.quantize(values, 128)[0], dense.T
 
-    y = np.zeros(x.shape)
+    def apply(values: np.ndarray, w: np.ndarray, scale: np.ndarray | None, expert: int) -> np.ndarray:
+        return np.matmul(*operands(values, w, scale, expert))
+
+    y, squares = np.zeros(x.shape), np.zeros(x.shape)
     for expert in np.unique(ids[ids >= 0]):
         token, choice = np.nonzero(ids == expert)
         factor = weights[token, choice, None]
         gate = np.minimum(apply(x[token], w1, w1_scale, expert), limit)
         up = np.clip(apply(x[token], w3, w3_scale, expert), -limit, limit)
         inner = gate * np.exp(np.minimum(gate, 0)) / (1 + np.exp(-np.abs(gate))) * up
-        if numerics.routing_weight == "before":
-            out = apply(inner * factor, w2, w2_scale, expert)
-        else:
-            out = apply(inner, w2, w2_scale, expert) * factor
-        np.add.at(y, token, out)
-    return y
+        before, after = (factor, 1.0) if numerics.routing_weight == "before" else (1.0, factor)
+        values, dense = operands(inner * before, w2, w2_scale, expert)
+        np.add.at(y, token, values @ dense * after)
+        np.add.at(squares, token, values**2 @ dense**2 * after**2)
+    return {"y": y, "y.terms": np.sqrt(squares)}
 
 
 def expert_weights(rng: np.random.Generator, dims: Dims, fmt: str, used: np.ndarray) -> dict[str, torch.Tensor | None]:
