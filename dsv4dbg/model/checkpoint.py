@@ -25,7 +25,7 @@ import xxhash
 
 from dsv4dbg.errors import DbgError
 from dsv4dbg.model import names
-from dsv4dbg.model.checkpoint_files import Info, SafetensorsFiles, Source, StateDict
+from dsv4dbg.model.checkpoint_files import Info, SafetensorsFiles, Source, StateDict, one_line
 from dsv4dbg.model.checkpoint_schema import (
     Expected,
     Stored,
@@ -105,7 +105,7 @@ class Checkpoint:
         # a file that cannot be read explains tensors that are not there
         problems += find_problems(self._schema, found, missing=not self._source.problems)
         if problems:
-            shown = [p if len(p) <= 240 else f"{p[:237]}..." for p in problems[:MAX_PROBLEMS]]
+            shown = [one_line(p, 240) for p in problems[:MAX_PROBLEMS]]
             rest = f"; and {len(problems) - MAX_PROBLEMS:,} more" if len(problems) > MAX_PROBLEMS else ""
             count = f"{len(problems):,} problems: " if len(problems) > 1 else ""
             raise DbgError(f"the checkpoint {self.name} cannot be used: {count}{'; '.join(shown)}{rest}")
@@ -239,7 +239,7 @@ class Checkpoint:
 def fingerprint(tensor: torch.Tensor) -> str:
     """xxh3-128 of dtype, shape and raw bytes, as 32 hex digits; equal for equal bits, -0 and 0 differ."""
     digest = xxhash.xxh3_128(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

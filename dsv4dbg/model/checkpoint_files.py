@@ -49,8 +49,11 @@ class Info:
 class Source(Protocol):
     """Named tensors."""
 
-    tensors: Mapping[str, Info]
-    problems: list[str]
+    @property
+    def tensors(self) -> Mapping[str, Info]: ...
+
+    @property
+    def problems(self) -> list[str]: ...
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in its stored dtype, contiguous; the caller must not write to it."""
@@ -100,11 +103,11 @@ class SafetensorsFiles:
                 if weight_map is not None and weight_map.get(name) != file:
                     continue
                 if name in self.tensors:
-                    self.problems.append(f"{_short(name)} is both in {self.tensors[name].file} and in {file}")
+                    self.problems.append(f"{one_line(name)} is both in {self.tensors[name].file} and in {file}")
                 self.tensors[name] = info
         for name, file in (weight_map or {}).items():
             if name not in self.tensors and file not in broken:
-                self.problems.append(f"{INDEX} says that {_short(name)} is in {file}, which does not have it")
+                self.problems.append(f"{INDEX} says that {one_line(name)} is in {file}, which does not have it")
 
     def _all_files(self) -> list[str]:
         files = sorted(p.name for p in self.directory.glob("*.safetensors"))
@@ -121,7 +124,7 @@ class SafetensorsFiles:
                 self._open[file] = safe_open(self.directory / file, framework="pt")
             return self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as e:
-            raise DbgError(f"{self.directory / file} cannot be read at {_short(name)}: {_short(str(e))}") from e
+            raise DbgError(f"{self.directory / file} cannot be read at {one_line(name)}: {one_line(str(e))}") from e
 
 
 def read_header(path: Path) -> dict[str, Info]:
@@ -131,6 +134,8 @@ def read_header(path: Path) -> dict[str, Info]:
         DbgError: one phrase that names the file and what is wrong with it.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise DbgError(f"{path.name} is not a file")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
@@ -147,16 +152,18 @@ def read_header(path: Path) -> dict[str, Info]:
         raise DbgError(f"{path.name} is missing") from None
     except OSError as e:
         raise DbgError(f"{path.name} cannot be read: {e.strerror}") from None
+    except ValueError:
+        raise DbgError(f"{path.name} is not a name that a file can have") from None
     try:
         header = json.loads(text)
         entries = {n: v for n, v in header.items() if n != "__metadata__"}
         spans = {n: _entry(n, v) for n, v in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise DbgError(f"{path.name} has a damaged header: {_short(str(e))}") from None
+        raise DbgError(f"{path.name} has a damaged header: {one_line(str(e))}") from None
     end = 0
     for name, (start, stop, _, _) in sorted(spans.items(), key=lambda item: item[1][:2]):
         if start != end:
-            raise DbgError(f"{path.name} has a damaged header: {_short(name)} starts at {start:,}, wanted {end:,}")
+            raise DbgError(f"{path.name} has a damaged header: {one_line(name)} starts at {start:,}, wanted {end:,}")
         end = stop
     data = size - 8 - length
     if data < end:
@@ -169,11 +176,11 @@ def read_header(path: Path) -> dict[str, Info]:
 def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, tuple[int, ...]]:
     dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{_short(name)} has the unknown dtype {_short(str(dtype))}")
+        raise ValueError(f"{one_line(name)} has the unknown dtype {one_line(str(dtype))}")
     if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop)):
-        raise ValueError(f"{_short(name)} has a shape or offset that is not a whole number")
+        raise ValueError(f"{one_line(name)} has a shape or offset that is not a whole number")
     if stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise ValueError(f"{_short(name)} has {stop - start:,} bytes, wanted {dtype} {list(shape)}")
+        raise ValueError(f"{one_line(name)} has {stop - start:,} bytes, wanted {dtype} {list(shape)}")
     return start, stop, dtype, shape
 
 
@@ -189,14 +196,17 @@ def _read_index(path: Path) -> dict[str, str]:
         for name, file in weight_map.items():
             # a file name only: an index must not lead out of its directory
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise DbgError(f"{path} names the file {_short(str(file))} for {_short(name)}, wanted a *.safetensors")
+                raise DbgError(
+                    f"{path} names the file {one_line(str(file))} for {one_line(name)}, wanted a *.safetensors"
+                )
     except OSError as e:
         raise DbgError(f"{path} cannot be read: {e.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise DbgError(f"{path} is damaged: wanted JSON with an object weight_map ({_short(str(e))})") from None
+        raise DbgError(f"{path} is damaged: wanted JSON with an object weight_map ({one_line(str(e))})") from None
     return weight_map
 
 
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def one_line(text: str, limit: int = 100) -> str:
+    """``text`` from a file, fit to be printed: no line breaks or terminal codes, at most ``limit`` characters."""
+    text = "".join(c if c.isprintable() else " " for c in text[: limit + 1])
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -142,7 +142,9 @@ def export(source: str, target: Path, mtp_seed: str | None = None) -> Checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dsv4dbg.model.export", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dsv4dbg.model.export", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("source", help="directory with config.json and *.safetensors, or: tiny, wide")
     parser.add_argument("target", type=Path, help="directory to write")
     parser.add_argument("--add-mtp", metavar="SEED", help="add one synthetic MTP block made from this seed")

@@ -15,6 +15,7 @@ from pathlib import Path
 import tokenizers
 
 from dsv4dbg.errors import DbgError
+from dsv4dbg.model.checkpoint_files import one_line
 
 # the names have a fullwidth bar (U+FF5C) and a lower block (U+2581) for a space
 BOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
@@ -44,7 +45,7 @@ class Tokenizer:
             return cls(tokenizers.Tokenizer.from_file(str(path)), str(path))
         # the library raises bare Exception for every kind of damage
         except Exception as e:
-            raise DbgError(f"{path} cannot be read: {' '.join(str(e).split())[:200]}") from e
+            raise DbgError(f"{path} cannot be read: {one_line(str(e), 200)}") from e
 
     @property
     def vocab_size(self) -> int:
