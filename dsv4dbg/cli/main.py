@@ -13,6 +13,7 @@ from dsv4dbg.errors import DbgError
 
 COMMANDS = {
     "capture": "Run a forward and write every op's inputs and outputs to a trace.",
+    "diff": "Compare two traces: the first op that differs, and whether it is at fault.",
     "ops": "Show ops, their contracts and implementations.",
     "doctor": "Show the environment and check this device's FP8 conversions.",
 }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def print_json(schema: str, document: dict[str, Any]) -> None:
@@ -34,3 +37,14 @@ def columns(rows: list[tuple[str, ...]], indent: str = "") -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The same items, with a progress bar on stderr when that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, what, total=total, console=Console(stderr=True), transient=True)

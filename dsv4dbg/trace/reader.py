@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 import xxhash
@@ -25,20 +25,10 @@ import xxhash
 from dsv4dbg.errors import DbgError
 from dsv4dbg.site import BLOCK, Pattern, Site
 from dsv4dbg.trace.hdf5_read import Hdf5Reader
-from dsv4dbg.trace.journal import Contents, is_locked, journal_path, load_journal
-from dsv4dbg.trace.records import (
-    STORAGE,
-    CacheSpec,
-    SiteRecord,
-    TensorSpec,
-    check_schema,
-    from_json,
-    load_specs,
-    shorten,
-    site_path,
-    take,
-    view_bits,
-)
+from dsv4dbg.trace.journal import Contents, journal_path, parse_journal, read_journal
+from dsv4dbg.trace.records import STORAGE, CacheSpec, SiteRecord, TensorSpec, load_specs, site_path, view_bits
+from dsv4dbg.trace.storage import raw
+from dsv4dbg.trace.text import check_schema, from_json, one_line, shorten, take
 
 # what h5py, numpy and json raise on broken files, and we on what we refuse
 _BROKEN = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -58,6 +48,8 @@ class _ClosedFile:
         self._hdf5 = Hdf5Reader(path)
 
     def contents(self) -> Contents:
+        if not self._hdf5.has("manifest"):
+            raise ValueError("it has no /manifest: not a trace, or an unfinished capture without its journal")
         manifest = from_json(self._hdf5.text("manifest"))
         check_schema(manifest)
         weights = from_json(self._hdf5.text("weights"))
@@ -65,7 +57,8 @@ class _ClosedFile:
             raise ValueError("/weights is not a list of objects")
         index = from_json(self._hdf5.text("index"))
         records = [SiteRecord.from_json(entry, weights) for entry in take(index, "sites", list)]
-        return Contents(manifest, weights, load_specs(index, "images"), records)
+        problem = "" if take(manifest, "complete", bool) else "the capture did not reach its end"
+        return Contents(manifest, weights, load_specs(index, "images"), records, problem)
 
     def read(self, path: str, spec: TensorSpec) -> np.ndarray:
         return self._hdf5.array(path, spec.dtype, STORAGE[spec.dtype], spec.shape)
@@ -78,7 +71,7 @@ class _RawFile:
     """A trace that is not closed: bytes at offsets, each tensor checked against its hash. The file may be missing."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path if path.exists() else os.devnull, os.O_RDONLY)
+        self._fd = os.open(_regular(path) if path.exists() else os.devnull, os.O_RDONLY)
 
     @property
     def size(self) -> int:
@@ -88,13 +81,13 @@ class _RawFile:
         if spec.offset + spec.nbytes > self.size:
             raise ValueError(f"{path} claims {spec.nbytes} bytes that the file does not have")
         out = np.empty(spec.shape, STORAGE[spec.dtype])
-        rest, offset = memoryview(out.reshape(-1).view(np.uint8)), spec.offset
+        rest, offset = raw(out), spec.offset
         while rest:
             count = os.preadv(self._fd, [rest], offset)
             if not count:
                 raise ValueError(f"{path} was cut off while it was read")
             rest, offset = rest[count:], offset + count
-        if xxhash.xxh3_128_hexdigest(out) != spec.hash:
+        if xxhash.xxh3_128_hexdigest(raw(out)) != spec.hash:
             raise ValueError(f"{path} is not what the capture wrote (its hash differs)")
         return out
 
@@ -131,16 +124,15 @@ class Trace:
         """Open a trace for reading; DbgError with one sentence if that cannot be done."""
         path = Path(path)
         with _one_sentence(path), contextlib.ExitStack() as on_error:
-            journal = journal_path(path)
-            if journal.is_file():
-                running = is_locked(journal)
-                raw = _RawFile(_regular(path) if path.exists() else path)
-                on_error.callback(raw.close)
-                trace = cls(path, raw, load_journal(journal, raw.size), running)
-            else:
+            journal = read_journal(journal_path(path))
+            if journal is None:
                 closed = _ClosedFile(_trace_file(path))
                 on_error.callback(closed.close)
                 trace = cls(path, closed, closed.contents(), False)
+            else:
+                raw = _RawFile(path)
+                on_error.callback(raw.close)
+                trace = cls(path, raw, parse_journal(journal.text, raw.size), journal.locked)
             on_error.pop_all()
             return trace
 
@@ -205,24 +197,34 @@ class Trace:
                 for name, write in other.mutated.items()
                 if write.cache == ref.cache
             }
-            buffer = self._first_content(ref.cache)
+            buffer = self.first_content(ref.cache)
             for number in range(ref.version):
                 if number not in writes:
                     raise ValueError(f"write {number} of cache {ref.cache}, which {record.site} had seen, is missing")
-                self._apply_write(buffer, *writes[number], self.caches[ref.cache])
+                self._apply_write(buffer, *writes[number])
             return buffer
 
-    def _first_content(self, name: str) -> np.ndarray:
-        spec = self.caches[name]
-        if spec.fill is None:
-            if name not in self._images or self._images[name].shape != (spec.pages, spec.page_stride):
-                raise ValueError(f"the first content of cache {name} is missing")
-            return self._source.read(f"/caches/{name}", self._images[name])
-        if spec.nbytes > _free_memory():
-            raise ValueError(f"cache {name} has {spec.nbytes} bytes, more than this machine has free")
-        return np.full((spec.pages, spec.page_stride), spec.fill, np.uint8)
+    def first_content(self, cache: str) -> np.ndarray:
+        """A cache of the run before any write: ``uint8 [pages, page_stride]``."""
+        if cache not in self.caches:
+            raise DbgError(f"{self.path} has no cache {cache}")
+        spec = self.caches[cache]
+        with _one_sentence(self.path):
+            if spec.fill is None:
+                if cache not in self._images or self._images[cache].shape != (spec.pages, spec.page_stride):
+                    raise ValueError(f"the first content of cache {cache} is missing")
+                return self._source.read(f"/caches/{cache}", self._images[cache])
+            if spec.nbytes > _free_memory():
+                raise ValueError(f"cache {cache} has {spec.nbytes} bytes, more than this machine has free")
+            return np.full((spec.pages, spec.page_stride), spec.fill, np.uint8)
 
-    def _apply_write(self, buffer: np.ndarray, record: SiteRecord, arg: str, spec: CacheSpec) -> None:
+    def apply_write(self, buffer: np.ndarray, record: SiteRecord, arg: str) -> None:
+        """Put what a site wrote through its cache argument ``arg`` into ``buffer`` (``uint8 [pages, page_stride]``)."""
+        with _one_sentence(self.path):
+            self._apply_write(buffer, record, arg)
+
+    def _apply_write(self, buffer: np.ndarray, record: SiteRecord, arg: str) -> None:
+        spec = self.caches[record.mutated[arg].cache]
         parts = {part: self.read(record, f"mut/{arg}/{part}") for part in record.mutated[arg].tensors}
         slots, records = parts.get("slots"), parts.get("records")
         where = f"the write of {record.site} to {record.mutated[arg].cache}"
@@ -261,7 +263,7 @@ def _one_sentence(path: Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError) as error:
         raise DbgError(f"cannot open {path}: {error.strerror or error}") from error
     except _BROKEN as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(str(error))[:300] or type(error).__name__
         raise DbgError(f"cannot read {path} as a trace: {reason}") from error
 
 
@@ -287,7 +289,7 @@ def _notice(records: list[SiteRecord], problem: str, running: bool) -> str:
     """One line about the calls that are not there, or empty if nothing is missing."""
     finished = [record for record in records if record.complete]
     open_sites = [str(record.site) for record in records if not record.complete]
-    if running:
+    if running and problem:
         start = "the capture is still running"
     elif problem:
         start = problem
@@ -299,7 +301,7 @@ def _notice(records: list[SiteRecord], problem: str, running: bool) -> str:
     last = f", the last whole block is {max(blocks, key=lambda r: r.finished or 0).site}" if blocks else ""
     begun = f"; begun but not finished: {', '.join(open_sites[:4])}" if open_sites else ""
     more = f" and {len(open_sites) - 4} more" if len(open_sites) > 4 else ""
-    return f"{start}: {len(finished)} site calls are complete{last}{begun}{more}"
+    return f"{start}: {len(finished)} of {len(records)} site calls are complete{last}{begun}{more}"
 
 
 def _free_memory() -> int:
