@@ -2,7 +2,8 @@
 
 Only plain things are read: hard links, contiguous datasets inside the file, the expected stored type and shape.
 Whatever else a file offers (soft and external links, virtual or external storage, chunks and filters, huge
-shapes) is refused before HDF5 acts on it or memory is taken. Errors are ValueError with a sentence, or what h5py raises.
+shapes) is refused before HDF5 acts on it or memory is taken. Errors are ValueError with a sentence, or whatever h5py
+raises.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
 
 _LAYOUTS = {h5d.COMPACT: "compact", h5d.CHUNKED: "chunked", h5d.VIRTUAL: "virtual"}
 _MAX_ATTR = 64  # bytes of the dtype attribute
@@ -32,6 +33,10 @@ class Hdf5Reader:
     def close(self) -> None:
         if self._id.valid:
             self._id.close()
+
+    def has(self, name: str) -> bool:
+        """Whether the root has a member of this name."""
+        return name.encode() in self._root
 
     def text(self, name: str) -> bytes:
         """A string dataset at the root."""
@@ -60,7 +65,7 @@ class Hdf5Reader:
 
     def _dataset(self, path: str) -> h5d.DatasetID:
         """Open the contiguous dataset at ``path`` by hard links only."""
-        found: object = self._root
+        found = self._root
         for part in path.strip("/").split("/"):
             if not isinstance(found, h5g.GroupID) or part.encode() not in found:
                 raise ValueError(f"there is no {path}")

@@ -25,34 +25,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsv4dbg.trace.records import (
-    SCHEMA,
-    VERSION,
-    SiteRecord,
-    TensorSpec,
-    check_schema,
-    from_json,
-    load_specs,
-    shorten,
-    take,
-    to_json,
-)
+from dsv4dbg.trace.records import SiteRecord, TensorSpec, load_specs
+from dsv4dbg.trace.text import SCHEMA, VERSION, check_schema, from_json, shorten, take, to_json
 
 
 def journal_path(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
-def is_locked(path: Path) -> bool:
-    """Whether the writer of this journal still runs (False where the file system knows no locks). Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
+@dataclass(frozen=True)
+class JournalText:
+    """A journal as it was found: its lines, and whether its writer still runs."""
+
+    text: bytes
+    locked: bool
+
+
+def read_journal(path: Path) -> JournalText | None:
+    """The journal at ``path``, or None if there is none. Raises OSError."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(fd)
-    return False
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:  # any other error: a file system without locks, which cannot tell
+            return JournalText(file.read(), isinstance(error, BlockingIOError))
+        return JournalText(file.read(), False)
 
 
 class Journal:
@@ -100,28 +100,25 @@ class Contents:
     problem: str = ""
 
 
-def load_journal(path: Path, data_size: int) -> Contents:
-    """Everything that the journal vouches for, given the size of the trace file in bytes.
+def parse_journal(text: bytes, data_size: int) -> Contents:
+    """Everything that a journal vouches for, given the size of the trace file in bytes.
 
-    Raises OSError, and ValueError when not even the header is there.
+    ValueError when not even the header is there.
     """
-    with path.open("rb") as file:
-        header = file.readline()
-        if not header.endswith(b"\n"):
-            raise ValueError("the capture was killed before it had saved anything")
-        start = from_json(header)
-        check_schema(start)
-        contents = Contents(take(start, "manifest", dict), problem="the capture was cut off")
-        entries: dict[int, dict[str, Any]] = {}
-        records: dict[int, SiteRecord] = {}
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                _apply(from_json(line), contents, entries, records, data_size)
-            except ValueError as error:
-                contents.problem = f"the rest is lost, {error}"
-                break
+    header, *lines = text.split(b"\n")
+    if not lines:
+        raise ValueError("the capture was killed before it had saved anything")
+    start = from_json(header)
+    check_schema(start)
+    contents = Contents(take(start, "manifest", dict), problem="the capture was cut off")
+    entries: dict[int, dict[str, Any]] = {}
+    records: dict[int, SiteRecord] = {}
+    for line in lines[:-1]:  # what follows the last newline was cut short
+        try:
+            _apply(from_json(line), contents, entries, records, data_size)
+        except ValueError as error:
+            contents.problem = f"the rest is lost, {error}"
+            break
     contents.records = [record for _, record in sorted(records.items())]
     return contents
 

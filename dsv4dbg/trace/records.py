@@ -12,7 +12,6 @@ with a sentence that says which field is wrong.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -25,9 +24,7 @@ import numpy as np
 from dsv4dbg.errors import DbgError
 from dsv4dbg.pages import PageLayout
 from dsv4dbg.site import Site, check_name
-
-SCHEMA = "dsv4dbg.trace"
-VERSION = 1
+from dsv4dbg.trace.text import shorten, take
 
 PACKED_FP4 = "float4_e2m1fn_x2"  # two codes per byte, the even channel in the low half
 _OWN = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
@@ -39,8 +36,9 @@ STORAGE: dict[str, np.dtype] = {
 }  # name of a tensor's dtype -> numpy dtype of its raw bits in the file
 
 _STEP = re.compile(r"[a-z]+\d*")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORD = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)
 _MAX_RANK = 32
+_WRITE_PARTS = {"slots": "int64", "records": "uint8", "stray_offsets": "int64", "stray_bytes": "uint8"}
 
 
 @dataclass(frozen=True)
@@ -124,16 +122,23 @@ class CacheSpec:
     def from_json(cls, data: Any) -> CacheSpec:
         raw = take(data, "layout", dict)
         fields = take(raw, "fields", list)
-        numbers = [take(raw, key, int) for key in ("entries", "channels", "rope_channels", "align")]
-        texts = [take(raw, key, str) for key in ("kind", "format", "dialect")]
-        entries, channels, rope_channels, align = numbers
+        entries, align = take(raw, "entries", int), take(raw, "align", int)
         if not fields or not all(type(size) is int and size > 0 for size in fields) or entries < 1 or align < 1:
             raise ValueError("a cache layout has fields, entries or align that are not positive numbers")
-        layout = PageLayout(*texts, entries, channels, rope_channels, tuple(fields), align)
+        layout = PageLayout(
+            kind=take(raw, "kind", str),
+            format=take(raw, "format", str),
+            dialect=take(raw, "dialect", str),
+            entries=entries,
+            channels=take(raw, "channels", int),
+            rope_channels=take(raw, "rope_channels", int),
+            fields=tuple(fields),
+            align=align,
+        )
         pages, stride = take(data, "pages", int), take(data, "page_stride", int)
         fill = data.get("fill")
         if pages < 0 or stride < layout.page_bytes:
-            raise ValueError(f"a cache of {pages} pages, {stride} bytes apart, does not fit pages of {layout.page_bytes}")
+            raise ValueError(f"{pages} pages, {stride} bytes apart, cannot hold pages of {layout.page_bytes} bytes")
         if fill is not None and not (type(fill) is int and 0 <= fill <= 255):
             raise ValueError(f"the fill of a cache is not a byte: {shorten(fill)}")
         return cls(layout, pages, stride, fill)
@@ -202,6 +207,14 @@ class CacheWrite:
     cache: str
     number: int
     tensors: dict[str, TensorSpec]
+
+    @classmethod
+    def from_json(cls, data: Any) -> CacheWrite:
+        tensors = load_specs(data, "tensors")
+        parts = {part: spec.dtype for part, spec in tensors.items()}
+        if parts.items() - _WRITE_PARTS.items() or not {"slots", "records"} <= parts.keys():
+            raise ValueError(f"these are not the parts of a cache write: {shorten(parts)}")
+        return cls(take(data, "cache", str), take(data, "write", int), tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +286,13 @@ class SiteRecord:
             raise ValueError(f"there is no weight set {shorten(number)}")
         if finished is not None and type(finished) is not int:
             raise ValueError(f"'finished' should be a number, got {shorten(finished)}")
+        sequence = take(data, "sequence", int)
+        if finished is not None and finished <= sequence:
+            raise ValueError("it finished before it began")
         absent = take(data, "absent", list) if "absent" in data else []
         return cls(
             site=Site(check_name(name), take(data, "op", str), step),
-            sequence=take(data, "sequence", int),
+            sequence=sequence,
             finished=finished,
             implementation=take(data, "implementation", str),
             attrs=take(data, "attrs", dict),
@@ -285,10 +301,7 @@ class SiteRecord:
             weights={} if number is None else weights[number],
             caches={a: CacheRef(take(r, "cache", str), take(r, "version", int)) for a, r in _items(data, "caches")},
             outputs=load_specs(data, "outputs"),
-            mutated={
-                a: CacheWrite(take(r, "cache", str), take(r, "write", int), load_specs(r, "tensors"))
-                for a, r in _items(data, "mutated")
-            },
+            mutated={arg: CacheWrite.from_json(write) for arg, write in _items(data, "mutated")},
         )
 
 
@@ -300,7 +313,8 @@ def view_bits(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bool":
         return array != 0
     if dtype == PACKED_FP4:
-        codes = np.stack([array & 15, array >> 4], axis=-1).reshape(*array.shape[:-1], -1)
+        *outer, channels = array.shape or (1,)
+        codes = np.stack([array & 15, array >> 4], axis=-1).reshape(*outer, 2 * channels)
         return codes.view("float4_e2m1fn")
     return array.view(dtype)
 
@@ -323,57 +337,10 @@ def check_site(site: Site) -> Site:
 
 
 def check_word(name: str) -> str:
-    """Return ``name`` if it can name an argument, an output or, with dots, a cache."""
-    if not all(_WORD.fullmatch(part) for part in name.split(".")):
+    """Return ``name`` if it can name an argument, an output or a cache: words joined by dots."""
+    if not _WORD.fullmatch(name):
         raise DbgError(f"'{name[:80]}' cannot name an argument or a cache in a trace")
     return name
-
-
-def to_json(data: Any) -> bytes:
-    """ASCII JSON on one line; numpy scalars count as numbers. DbgError for anything else that JSON lacks."""
-    return json.dumps(data, separators=(",", ":"), default=_plain).encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise DbgError(f"a trace cannot hold {shorten(repr(value))} as JSON")
-
-
-def from_json(text: bytes) -> Any:
-    """Parse untrusted JSON; every way in which that can fail is a ValueError."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
-
-
-def check_schema(data: Any) -> None:
-    """ValueError unless ``data`` says that it follows this version of this schema."""
-    schema, version = take(data, "schema", str), take(data, "version", int)
-    if schema != SCHEMA:
-        raise ValueError(f"its schema is {shorten(schema)}, not {SCHEMA}")
-    if version != VERSION:
-        raise ValueError(f"it has version {version} of the trace format, and this dsv4dbg reads version {VERSION}")
-
-
-def take(data: Any, key: str, kind: type) -> Any:
-    """``data[key]`` if it is there and of type ``kind``; ValueError with a sentence otherwise."""
-    if not isinstance(data, dict):
-        raise ValueError(f"expected a JSON object with '{key}', got {shorten(data)}")
-    value = data.get(key)
-    if type(value) is not kind:
-        raise ValueError(f"'{key}' should be a JSON {_JSON_NAMES[kind]}, got {shorten(value)}")
-    return value
-
-
-_JSON_NAMES = {dict: "object", list: "array", str: "string", int: "whole number", bool: "boolean"}
-
-
-def shorten(value: Any) -> str:
-    """One short line that shows a value which may be anything."""
-    text = " ".join(str(value)[:200].split())
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _items(data: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
@@ -382,7 +349,7 @@ def _items(data: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     found = take(data, key, dict)
     for name in found:
         if not _WORD.fullmatch(name):
-            raise ValueError(f"'{shorten(name)}' cannot name an argument")
+            raise ValueError(f"'{shorten(name)}' cannot name an argument or a cache")
     return list(found.items())
 
 

@@ -55,7 +55,7 @@ class DataFile:
         for start in range(0, len(data), _CHUNK):
             part = data[start : start + _CHUNK]
             stored = self._scratch[: len(part)]
-            if os.preadv(self._fd, [stored], offset + start) != len(part) or not np.array_equal(part, stored):
+            if os.preadv(self._fd, [stored.data], offset + start) != len(part) or not np.array_equal(part, stored):
                 return False
         return True
 
@@ -105,4 +105,4 @@ class DataFile:
 
 def raw(array: np.ndarray) -> memoryview:
     """The bytes of a C-contiguous array of any shape, without a copy."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data

@@ -20,32 +20,24 @@ from typing import Any, Self
 
 import numpy as np
 import xxhash
-from h5py import h5g
+from h5py import h5g  # pyright: ignore[reportAttributeAccessIssue]
 
 from dsv4dbg.errors import DbgError
 from dsv4dbg.site import Site
+from dsv4dbg.trace.hdf5_read import Hdf5Reader
 from dsv4dbg.trace.hdf5_write import Hdf5Writer
-from dsv4dbg.trace.journal import Journal, is_locked, journal_path
-from dsv4dbg.trace.records import (
-    SCHEMA,
-    VERSION,
-    CacheSpec,
-    Mutation,
-    Tensor,
-    TensorSpec,
-    check_site,
-    check_word,
-    site_path,
-    step_path,
-    to_json,
-)
-from dsv4dbg.trace.storage import DataFile, write_error
+from dsv4dbg.trace.journal import Journal, journal_path, read_journal
+from dsv4dbg.trace.records import CacheSpec, Mutation, Tensor, TensorSpec, check_site, check_word, site_path
+from dsv4dbg.trace.storage import DataFile, raw, write_error
+from dsv4dbg.trace.text import SCHEMA, VERSION, to_json
 
 
 class SiteCall:
     """One site call between its begin and its finish."""
 
-    def __init__(self, writer: TraceWriter, site: Site, sequence: int, group: h5g.GroupID, caches: dict[str, str]) -> None:
+    def __init__(
+        self, writer: TraceWriter, site: Site, sequence: int, group: h5g.GroupID, caches: dict[str, str]
+    ) -> None:
         self._writer = writer
         self.site = site
         self.sequence = sequence
@@ -78,7 +70,7 @@ class TraceWriter:
             path: a file that does not exist yet, unless ``overwrite``.
             manifest: JSON; ``schema``, ``version``, ``level``, ``caches`` and ``complete`` are filled in.
             caches: the caches that sites refer to, by name.
-            images: first contents, ``uint8 [pages, page_stride]``, of those caches that do not start with one byte value.
+            images: first contents, ``uint8 [pages, page_stride]``, of caches that do not start with one byte value.
             overwrite: replace an earlier trace.
         """
         self.path = Path(path)
@@ -112,11 +104,15 @@ class TraceWriter:
             raise _creation_error(self.path, error) from error
         self._hdf5 = Hdf5Writer(self._file)
         self._root = self._hdf5.root
-        with self._saving():
-            self._hdf5.text_attr(self._root, "schema", SCHEMA)
-            self._hdf5.int_attr(self._root, "version", VERSION)
-            self._step_root = self._hdf5.group(self._root, "steps")
-            self._store_images(images)
+        try:
+            with self._saving():
+                self._hdf5.text_attr(self._root, "schema", SCHEMA)
+                self._hdf5.int_attr(self._root, "version", VERSION)
+                self._step_root = self._hdf5.group(self._root, "steps")
+                self._store_images(images)
+        except DbgError:
+            self.abandon()
+            raise
 
     def site(
         self,
@@ -160,14 +156,14 @@ class TraceWriter:
             entry["absent"] = absent
         if caches:
             entry["caches"] = {arg: {"cache": name, "version": self._writes[name]} for arg, name in caches.items()}
-        to_json(entry)
+        attrs_text = to_json(entry["attrs"])
         with self._saving():
             if weights:
                 entry["weights"] = self._weight_set(weights)
             group = self._hdf5.group(self._step(site.step), site.name)
             given = {arg: tensor for arg, tensor in inputs.items() if tensor is not None}
             entry["inputs"] = self._store_all(group, f"{path}/in", given, link=True)
-            self._describe(group, site, entry)
+            self._describe(group, site, entry, attrs_text)
             self._confirm({"begin": entry})
         self._seen.add((site.step, site.name))
         self._entries[self._tick] = entry
@@ -221,6 +217,7 @@ class TraceWriter:
                 self._hdf5.close()
             with self._saving():
                 self._file.sync()
+                self._verify(texts)
                 self._journal.remove()
         finally:
             self.abandon()
@@ -270,6 +267,17 @@ class TraceWriter:
         if self._file.failure is None:
             self._journal.append(event)
 
+    def _verify(self, texts: dict[str, bytes]) -> None:
+        """Read back what makes the file a trace before the journal goes. Raises OSError."""
+        reader = Hdf5Reader(self.path)
+        try:
+            if any(reader.text(name) != text for name, text in texts.items()):
+                raise OSError("what HDF5 wrote does not read back")
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise OSError(f"what HDF5 wrote does not read back ({error})") from error
+        finally:
+            reader.close()
+
     def _step(self, step: str) -> h5g.GroupID:
         if step not in self._steps:
             self._steps[step] = self._hdf5.group(self._step_root, step)
@@ -283,20 +291,23 @@ class TraceWriter:
             self._weights[text] = len(self._weights)
         return self._weights[text]
 
-    def _describe(self, group: h5g.GroupID, site: Site, entry: dict[str, Any]) -> None:
+    def _describe(self, group: h5g.GroupID, site: Site, entry: dict[str, Any], attrs: bytes) -> None:
         """Put the entry on the site's group, for readers that know only HDF5."""
-        texts = {"op": site.op, "implementation": entry["implementation"], "phase": site.phase}
-        for name, value in texts.items():
-            self._hdf5.text_attr(group, name, value)
+        links = {a: {"origin": s["origin"], "dims": s["dims"]} for a, s in entry["inputs"].items() if "origin" in s}
+        objects = {"absent": entry.get("absent"), "caches": entry.get("caches"), "links": links}
+        texts = {
+            "op": site.op,
+            "implementation": entry["implementation"],
+            "phase": site.phase,
+            "attrs": attrs,
+            **{name: to_json(value) for name, value in objects.items() if value},
+        }
         numbers = {"sequence": entry["sequence"], "layer": site.layer, "weights": entry.get("weights")}
+        for name, text in texts.items():
+            self._hdf5.text_attr(group, name, text)
         for name, number in numbers.items():
             if number is not None:
                 self._hdf5.int_attr(group, name, number)
-        links = {a: {"origin": s["origin"], "dims": s["dims"]} for a, s in entry["inputs"].items() if "origin" in s}
-        objects = {"attrs": entry["attrs"], "absent": entry.get("absent"), "caches": entry.get("caches"), "links": links}
-        for name, value in objects.items():
-            if value:
-                self._hdf5.text_attr(group, name, to_json(value))
 
     def _store_all(
         self, parent: h5g.GroupID, path: str, tensors: Mapping[str, Tensor], link: bool = False
@@ -310,7 +321,7 @@ class TraceWriter:
     def _store(self, group: h5g.GroupID, path: str, name: str, tensor: Tensor, link: bool = False) -> TensorSpec:
         """Save one tensor, or with ``link`` give an equal one that is in the file a second name."""
         array = np.ascontiguousarray(tensor.array).reshape(tensor.array.shape)
-        digest = xxhash.xxh3_128(array)
+        digest = xxhash.xxh3_128(raw(array))
         key = (tensor.dtype, array.shape, digest.digest())
         known = self._stored.get(key) if link else None
         if known is not None and self._file.holds(array, known[1]):
@@ -324,9 +335,11 @@ class TraceWriter:
 
     def _store_mutations(self, call: SiteCall, path: str, mutated: Mapping[str, Mutation]) -> dict[str, Any]:
         group = self._hdf5.group(call.group, "mut")
-        writes = {
-            arg: {"cache": call.caches[arg], "write": self._writes[call.caches[arg]]} for arg in mutated
-        }
+        writes: dict[str, dict[str, Any]] = {}
+        for arg in mutated:
+            cache = call.caches[arg]
+            earlier = sum(write["cache"] == cache for write in writes.values())
+            writes[arg] = {"cache": cache, "write": self._writes[cache] + earlier}
         self._hdf5.text_attr(call.group, "mutated", to_json(writes))
         return {
             arg: writes[arg] | {"tensors": self._store_all(group, f"{path}/mut/{arg}", mutation.tensors())}
@@ -345,13 +358,14 @@ class TraceWriter:
 
 def _make_way(path: Path, overwrite: bool) -> None:
     """Remove an earlier trace if that is wished; raises DbgError if anything else is in the way, and OSError."""
-    journal = journal_path(path)
     if path.is_dir():
         raise DbgError(f"{path} is a directory, a trace is a file", f"write to {path / 'trace.h5'}")
-    if journal.exists() and is_locked(journal):
+    journal = journal_path(path)
+    earlier = read_journal(journal)
+    if earlier is not None and earlier.locked:
         raise DbgError(f"{path} is being written by another capture")
-    if not overwrite and (path.exists() or journal.exists()):
-        raise DbgError(f"{path} exists already", "choose another name, or remove it")
+    if not overwrite and (path.exists() or earlier is not None):
+        raise DbgError(f"{path if path.exists() else journal} exists already", "choose another name, or remove it")
     if path.exists() and not path.is_file():
         raise DbgError(f"{path} is not a regular file, a trace cannot be written there")
     path.unlink(missing_ok=True)
