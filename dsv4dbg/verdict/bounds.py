@@ -7,6 +7,7 @@ unlucky with probability ALPHA in a whole judgement:
     mean square   FACTOR^2 * base * (1 + sqrt(6 L / n) + 2 L / n), base = max(1, the reference's)
                   Bernstein's inequality for n squares of mean 1 that are at most 3 (even on +-sqrt 3); it also covers
                   chi-square (Laurent and Massart, 2000: 1 + 2 sqrt(L / n) + 2 L / n). L = ln(groups / ALPHA)
+                  plus, where a quantiser sits inside, the square of one of its steps shared by the group's rows
     one element   h + extra + CONFIDENCE a, times FACTOR * the reference's own excess if it has one
     scale         |fit / weight| <= sqrt(2 L base / weight) + relative noise + FACTOR * the reference's
                   standard error of weighted least squares, Gaussian tail
@@ -157,6 +158,7 @@ def _error(level: Level, found: Measured, candidate: Sums, reference: Sums | Non
     n = level.total(found.shared["count"])
     value = level.total(candidate.z2) / np.maximum(n, 1)
     limit = FACTOR**2 * _base(level, n, reference) * mean_square_limit(n, n.size)
+    limit += level.total(found.shared["leap"]) / np.maximum(n, 1) / (level.rows or max(len(candidate.z2), 1))
     log = logarithm(n.size)
     source = f"{FACTOR:g} sigma, or {FACTOR:g} x the reference's, x sqrt(1 + sqrt(6L/n) + 2L/n), L = {log:.0f}"
     return _worst("error", np.sqrt(value), np.sqrt(limit), level, source)
@@ -209,10 +211,10 @@ def _flips(found: Measured, candidate: Sums, reference: Sums | None) -> list[Cla
     source = f"{FACTOR:g} x max(expected, the reference's) + sqrt(2L x that) + L, L = {log:.0f}"
     count = level.total(candidate.flips)
     result = [_worst("values that are not the nearest", count, wide + np.sqrt(2 * log * wide) + log, level, source)]
+    if reference is None:
+        return result  # values rounded onto ties first turn by right, as ties to even do not balance
     per_row = candidate.turns.sum(axis=1)
-    limit = np.sqrt(2 * log * (per_row**2).sum()) + log
-    if reference is not None:
-        limit += FACTOR * abs(reference.turns.sum())
+    limit = np.sqrt(2 * log * (per_row**2).sum()) + log + FACTOR * abs(reference.turns.sum())
     source = "flips away from zero minus flips toward it: sqrt(2L x squares of row sums) + L + 2 x the reference's"
     turned = np.abs(level.total(candidate.turns))
     return [*result, _worst("flips in one direction", turned, np.full((1, 1), limit), level, source)]

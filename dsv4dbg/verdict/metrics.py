@@ -27,7 +27,7 @@ from dsv4dbg.verdict.steps import Grid, as_float
 BLOCK = 1 << 15  # elements that are processed at a time: a dozen float32 arrays of this size fit into the L2 cache
 SEGMENT = 128  # most columns of a segment
 CONFIDENCE = 8.0  # standard deviations of the noise that a single element may be off, beside its rounding
-SHARED = ("count", "weight", "blur", "size", "chance")
+SHARED = ("count", "weight", "blur", "size", "chance", "leap")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Noise:
         summed: from float32 arithmetic, relative.
         mixed, terms: sizes of what the element was made from, ``[rows, 1]`` or ``[rows, columns]``.
         extra: rounding errors of the stored format that are allowed beside the one stored.
+        jump: what a single step of a quantiser inside the op may move an element, relative to ``mixed``.
     """
 
     rounded: float
@@ -46,6 +47,7 @@ class Noise:
     mixed: np.ndarray
     terms: np.ndarray
     extra: float = 0.0
+    jump: float = 0.0
 
     @property
     def relative(self) -> float:
@@ -77,7 +79,8 @@ class Sums:
 @dataclass
 class Measured:
     """What one pass finds. ``shared`` sums depend on the oracle only: ``count`` of judged elements, ``weight``,
-    ``blur`` = sum |O| a / sigma^2, ``size`` = sum O^2, ``chance`` = expected flips."""
+    ``blur`` = sum |O| a / sigma^2, ``size`` = sum O^2, ``chance`` = expected flips, ``leap`` = sum (jump / 2 sigma)^2: of one inner step, where a
+    channel has a quarter of the energy."""
 
     sums: list[Sums]
     shared: dict[str, np.ndarray]
@@ -120,6 +123,10 @@ def measure(values: list[np.ndarray], oracle: np.ndarray, grid: Grid, noise: Noi
             a = noise.at(part, size)
             sigma = h * kind(3**-0.5) + a
             limit = h * kind(1 + noise.extra) + a * kind(CONFIDENCE)
+            if noise.jump:
+                jump = noise.mixed[part].astype(kind) * kind(noise.jump)
+                limit += jump
+                shared["leap"][part] = total(np.square(jump / (2 * sigma)))
             weight = finite / sigma
             sign = np.sign(finite)
             shared["count"][part] = total(known.astype(kind))

@@ -18,6 +18,7 @@ from dsv4dbg.verdict.metrics import Noise
 from dsv4dbg.verdict.steps import UNIT, as_float, unit
 
 FUNCTIONS = 4.0  # float32 half steps for elementary functions on the way
+FP8_STEP = 2.0**-3  # largest step of e4m3 relative to its value
 EXTRA = 2.0  # half steps: one more rounding to the stored format than the contract has (|x| may double h)
 
 
@@ -98,7 +99,8 @@ def noise_of(
     roundings = roundings_of(compare, args, numerics)
     inside = max(roundings - 1, 0) if stored >= act else roundings
     rounded = act * np.sqrt(inside / 3)
-    if compare.inner and args.get(compare.inner) is not None:
+    quantised = bool(compare.inner) and args.get(compare.inner) is not None
+    if quantised:
         rounded = np.sqrt(rounded**2 + 1.6 * 0.045 * rounded)
     summed = (np.sqrt(terms_of(op, compare.terms, args)) + FUNCTIONS) * UNIT["f32"]
-    return Noise(float(rounded), float(summed), mixed, size, EXTRA)
+    return Noise(float(rounded), float(summed), mixed, size, EXTRA, FP8_STEP * quantised)

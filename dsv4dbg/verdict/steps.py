@@ -64,7 +64,8 @@ def power_of_two_below(x: np.ndarray) -> np.ndarray:
 
 def half_step(x: np.ndarray, unit: float) -> np.ndarray:
     """Half a step of bf16 or float32 at ``x``; below the smallest normal number all of it, for flushing."""
-    return np.maximum(power_of_two_below(x) * x.dtype.type(unit), x.dtype.type(SMALLEST_NORMAL * unit))
+    below, smallest = power_of_two_below(x), x.dtype.type(SMALLEST_NORMAL)
+    return np.maximum(below * x.dtype.type(unit), (below < smallest) * smallest)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Grid:
     """Where the values of one output may lie.
 
     Attributes:
-        unit: half a step relative to the power of two below a value; coarsest part of the grid.
+        unit: half a step relative to the power of two below a value; finest part of the grid.
         half: ``half(rows, x)`` gives half a step for ``x``, rows ``rows`` of the oracle's values.
         maximum: sizes above it may become infinite.
     """
@@ -127,7 +128,7 @@ def beside(left: Grid, right: Grid, columns: int) -> Grid:
         first, last = np.ascontiguousarray(x[:, :columns]), np.ascontiguousarray(x[:, columns:])
         return np.concatenate((left.half(rows, first), right.half(rows, last)), axis=1)
 
-    return Grid(max(left.unit, right.unit), half, min(left.maximum, right.maximum))
+    return Grid(min(left.unit, right.unit), half, min(left.maximum, right.maximum))
 
 
 def record_values(records: np.ndarray, layout: PageLayout) -> np.ndarray:

@@ -161,7 +161,9 @@ def _(
         seen = np.arange(count)
         keys = index_cache.rows(index_table[s, seen // entries] * entries + seen % entries)
         scores = np.maximum(q[t] @ keys.T, 0.0)
-        logits[t, :count], terms[t, :count] = weights[t] @ scores, np.abs(weights[t]) @ scores
+        # a dot that cancels has the error of its terms: of the size |q| |k| / sqrt(channels), as a random dot
+        dots = np.outer(np.linalg.norm(q[t], axis=1), np.linalg.norm(keys, axis=1)) / np.sqrt(q.shape[-1])
+        logits[t, :count], terms[t, :count] = weights[t] @ scores, np.abs(weights[t]) @ (scores + dots)
     return {"logits": logits, "logits.terms": terms}
 
 
