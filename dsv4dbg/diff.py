@@ -168,22 +168,26 @@ def compare_traces(
         elif inputs and same_place and not switches and record.implementation == other.implementation:
             text = f"inputs are bit-equal, {' and '.join(differs)} not: this op"
             yield replace(site, verdict=Verdict.DIVERGED, sentence=text)
-        elif inputs and switches:
-            yield replace(site, verdict=Verdict.DRIFT, sentence=f"differs by intent: {', '.join(switches)}")
         else:
             yield _decided(site, judge(record, other) if judge else None)
 
 
 def _decided(site: SiteDiff, decision: Decision | None) -> SiteDiff:
     """A site with its judge's decision; what is explained but had other inputs is judged DRIFT."""
+    intent = f"differs by intent: {', '.join(site.intended)}" if site.intended and site.inputs_equal else ""
     if decision is None:
-        text = "inputs are bit-equal, the implementation is another one" if site.inputs_equal else "inputs already differed"
-        return replace(site, verdict=Verdict.DRIFT, judged=False, sentence=f"{text}; not judged")
+        known = (
+            "inputs are bit-equal, what computed them is not the same"
+            if site.inputs_equal
+            else "inputs already differed"
+        )
+        return replace(site, verdict=Verdict.DRIFT, judged=False, sentence=f"{intent or known}; not judged")
     explained = decision.verdict <= Verdict.ROUNDING
-    verdict = Verdict.DRIFT if explained and not site.inputs_equal else decision.verdict
+    drift = explained and (not site.inputs_equal or bool(intent))
     return replace(
-        site, verdict=verdict, sentence=decision.sentence, where=decision.where, fingerprints=decision.fingerprints
-    )
+        site, verdict=Verdict.DRIFT if drift else decision.verdict, where=decision.where,
+        sentence=intent if intent and explained else decision.sentence, fingerprints=decision.fingerprints,
+    )  # fmt: skip
 
 
 def missing_sites(reference: Trace, candidate: Trace) -> tuple[list[str], list[str]]:
@@ -206,7 +210,9 @@ class _Walk:
     def inputs(self, a: SiteRecord, b: SiteRecord) -> bool:
         if set(a.inputs) != set(b.inputs) or a.absent != b.absent or a.weights != b.weights or _attrs(a) != _attrs(b):
             return False
-        if {k: (c.cache, c.version) for k, c in a.caches.items()} != {k: (c.cache, c.version) for k, c in b.caches.items()}:
+        if {k: (c.cache, c.version) for k, c in a.caches.items()} != {
+            k: (c.cache, c.version) for k, c in b.caches.items()
+        }:
             return False
         if any(c.cache in self._changed for c in b.caches.values()):
             return False
@@ -262,7 +268,9 @@ def tensor_diff(x: np.ndarray, y: np.ndarray, dtype: str) -> TensorDiff:
     with np.errstate(all="ignore"):
         errors = np.sqrt(found["difference2"] / np.maximum(found["a2"], np.float32(1e-30)))
         errors = np.where(np.isfinite(errors), errors, np.inf)
-        whole = float(np.sqrt(found["difference2"].sum(dtype=np.float64) / max(found["a2"].sum(dtype=np.float64), 1e-30)))
+        whole = float(
+            np.sqrt(found["difference2"].sum(dtype=np.float64) / max(found["a2"].sum(dtype=np.float64), 1e-30))
+        )
     worst = int(np.argmax(errors))
     return TensorDiff(False, whole if np.isfinite(whole) else float("inf"), float(errors[worst]), worst, share)
 

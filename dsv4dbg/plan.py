@@ -27,9 +27,7 @@ class Plan:
         for part in filter(None, (p.strip() for p in text.split(","))):
             pattern, equals, name = part.rpartition("=")
             if not equals or not pattern.strip() or not name.strip():
-                raise DbgError(
-                    f"'{part}' is not a plan rule", "rules look like '*=torch' or 'op:rms_norm=triton'"
-                )
+                raise DbgError(f"'{part}' is not a plan rule", "rules look like '*=torch' or 'op:rms_norm=triton'")
             rules.append((Pattern(pattern.strip()), name.strip()))
         if not rules or rules[0][0].text != "*":
             rules.insert(0, (Pattern("*"), REFERENCE))

@@ -84,7 +84,7 @@ class Pattern:
         if layers:
             if site.layer is None or not int(layers[1]) <= site.layer <= int(layers[2]):
                 return False
-            return fnmatch.fnmatchcase(site.name, f"L{site.layer}{name[layers.end():]}")
+            return fnmatch.fnmatchcase(site.name, f"L{site.layer}{name[layers.end() :]}")
         return fnmatch.fnmatchcase(site.name, name)
 
     def __str__(self) -> str:

@@ -56,12 +56,16 @@ def test_imports_point_one_way(path: Path) -> None:
     assert targets <= ALLOWED[part], f"{part} may not import {targets - ALLOWED[part]}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in NUMPY_LEVEL], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if part_of(p) in NUMPY_LEVEL], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_numpy_level_modules_do_not_name_torch(path: Path) -> None:
     assert not {n for n in imported(path) if n.split(".")[0] in ("torch", "triton")}
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.name == "__init__.py"], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.name == "__init__.py"], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_package_files_import_nothing(path: Path) -> None:
     assert not imported(path)
 

@@ -36,7 +36,11 @@ class Setting:
     tolerance: float = 0.0  # largest difference of logits, relative to the largest logit of the row
 
     def session(
-        self, max_tokens: Sequence[int], step_tokens: int, seed: int = 0, placement: dict[str, Sequence[int]] | None = None
+        self,
+        max_tokens: Sequence[int],
+        step_tokens: int,
+        seed: int = 0,
+        placement: dict[str, Sequence[int]] | None = None,
     ) -> Session:
         session = Session(
             self.model, max_tokens=max_tokens, step_tokens=step_tokens, device=self.device, plan=self.plan,
@@ -158,14 +162,18 @@ def compare(law: str, case: str, first: Outcome, second: Outcome, tolerance: flo
     """The first difference of two outcomes, logits before caches; caches are compared only when bits must agree."""
     for sequence, (a, b) in enumerate(zip(first.logits, second.logits, strict=True)):
         if a.shape != b.shape:
-            return Difference(law, case, f"sequence {sequence} has {len(a)} rows of logits in one run, {len(b)} in the other")
+            return Difference(
+                law, case, f"sequence {sequence} has {len(a)} rows of logits in one run, {len(b)} in the other"
+            )
         bound = tolerance * a.abs().amax(-1, keepdim=True) if len(a) else 0
         bad = (~((a - b).abs() <= bound)).any(-1).nonzero()[:, 0] if len(a) else []
         if len(bad):
             row = int(bad[0])
             gap = float((a[row] - b[row]).abs().max())
             return Difference(
-                law, case, f"logits of sequence {sequence} differ first at position {row} (by {gap:.3g}; {len(bad)} positions)"
+                law,
+                case,
+                f"logits of sequence {sequence} differ first at position {row} (by {gap:.3g}; {len(bad)} positions)",
             )
     if tolerance:
         return None
@@ -173,7 +181,9 @@ def compare(law: str, case: str, first: Outcome, second: Outcome, tolerance: flo
         other = second.records[cache, sequence][1]
         bad = (records != other).any(-1).nonzero()[:, 0]
         if len(bad):
-            return Difference(law, case, f"{cache} of sequence {sequence} differs first at record {numbers[int(bad[0])]}")
+            return Difference(
+                law, case, f"{cache} of sequence {sequence} differs first at record {numbers[int(bad[0])]}"
+            )
     return None
 
 
@@ -204,7 +214,8 @@ def batch_invariance(setting: Setting, sequences: Sequence[Sequence[int]], seed:
     rng = np.random.default_rng(seed)
     lengths = [len(tokens) + 4 for tokens in sequences]
     parts = [
-        [*one_piece(tokens[:-6]), *one_by_one(tokens[-6:])] if len(tokens) > 6 else one_piece(tokens) for tokens in sequences
+        [*one_piece(tokens[:-6]), *one_by_one(tokens[-6:])] if len(tokens) > 6 else one_piece(tokens)
+        for tokens in sequences
     ]
     step_tokens = max((len(p.tokens) for part in parts for p in part), default=1)
 
@@ -246,9 +257,7 @@ def block_permutation(setting: Setting, tokens: Sequence[int], high: bool = Fals
         cases["pages beyond 2^32 bytes"] = top
     placements = {case: {kind: order(kind) for kind in first.manager.tables} for case, order in cases.items()}
     base = outcome(first, [tokens], steps)
-    return _first(
-        compare("block permutation", case, base, run(placement)) for case, placement in placements.items()
-    )
+    return _first(compare("block permutation", case, base, run(placement)) for case, placement in placements.items())
 
 
 def _first(differences) -> Difference | None:

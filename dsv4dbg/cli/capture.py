@@ -16,7 +16,9 @@ from dsv4dbg.site import Pattern
 
 @click.command()
 @click.option("--prompt", default=None, metavar="TEXT", help="Prompt text; gets no BOS.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Prompt from a file.")
+@click.option(
+    "--prompt-file", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Prompt from a file."
+)
 @click.option("--tokens", default=None, metavar="IDS", help="Prompt as token ids: '1,2,3', or a file of them.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's turn.")
 @click.option("--decode", default=4, show_default=True, help="Decode steps after the prompt's own next token.")
@@ -48,7 +50,11 @@ def capture(
     dsv4dbg capture --prompt "..." --plan 'op:rms_norm=mine' --plugin mine.py -o mine.h5
     dsv4dbg capture --model wide --tokens 1,2,3,4,5 --sites 'L2.attn.*' --sites op:moe_router
     """
-    given = [name for name, v in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--tokens", tokens)) if v is not None]
+    given = [
+        name
+        for name, v in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--tokens", tokens))
+        if v is not None
+    ]
     if len(given) != 1:
         raise DbgError(
             f"{' and '.join(given)} were both given" if given else "there is no prompt",
@@ -93,7 +99,9 @@ def capture(
         ("time", f"{done.seconds:.2f} s, of it {done.capture_seconds:.2f} s writing"),
     ]
     if overhead:
-        rows.append(("overhead", f"{overhead['ratio']:.2f} times the forward without capture ({overhead['plain_s']:.2f} s)"))
+        rows.append(
+            ("overhead", f"{overhead['ratio']:.2f} times the forward without capture ({overhead['plain_s']:.2f} s)")
+        )
     print(columns(rows))
     for what, reason in done.fallbacks.items():
         note(f"note: {what} fell back to torch: {reason}")

@@ -25,7 +25,9 @@ ROWS = 12  # sites that the table shows
 @click.argument("candidate", type=click.Path(path_type=Path))
 @click.option("--model", default=None, metavar="NAME|DIR", help="Where the weights are (default: the trace's model).")
 @click.option("--no-judge", is_flag=True, help="Compare bits only; do not run reference and oracle.")
-@click.option("--plugin", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Load your kernels first.")
+@click.option(
+    "--plugin", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Load your kernels first."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def diff(
     reference: Path, candidate: Path, model: str | None, no_judge: bool, plugin: tuple[Path, ...], as_json: bool
@@ -119,7 +121,10 @@ def _ribbon(result: Diff) -> list[tuple[str, str]]:
         if layer is not None:
             line = worst.setdefault(site.record.phase, {})
             line[layer] = max(line.get(layer, Verdict.PASS), site.verdict)
-    return [(phase, "".join(GLYPHS[line[i]] if i in line else " " for i in range(max(line) + 1))) for phase, line in worst.items()]
+    return [
+        (phase, "".join(GLYPHS[line[i]] if i in line else " " for i in range(max(line) + 1)))
+        for phase, line in worst.items()
+    ]
 
 
 def _show(result: Diff, first: Trace, second: Trace, problem: str) -> None:
@@ -150,7 +155,9 @@ def _table(result: Diff) -> list[SiteDiff]:
 
 def _row(site: SiteDiff) -> tuple[str, ...]:
     worst = site.worst
-    error, row = (f"{worst.error:.2e}", f"{worst.row} ({worst.row_error:.1e})") if not worst.reason else ("", str(worst.row))
+    error, row = (
+        (f"{worst.error:.2e}", f"{worst.row} ({worst.row_error:.1e})") if not worst.reason else ("", str(worst.row))
+    )
     return (
         str(site.record.site), site.record.site.op, site.verdict.name if site.judged else "unjudged", error, row,
         site.sentence if len(site.sentence) < 90 else site.sentence[:87] + "...",

@@ -39,7 +39,9 @@ def doctor(device_name: str | None, as_json: bool) -> None:
         document = {"environment": found, "fp8": fp8, "implementations": implementations, "unavailable": missing}
         print_json("doctor", document)
     else:
-        verdict = f"FP8 conversions are WRONG on {device}: {', '.join(bad)}" if bad else f"FP8 conversions right on {device}"
+        verdict = (
+            f"FP8 conversions are WRONG on {device}: {', '.join(bad)}" if bad else f"FP8 conversions right on {device}"
+        )
         print(verdict)
         rows = [(d, problem or "256 bytes right") for d, problem in fp8.items()]
         rows += [(k, _shown(v)) for k, v in found.items() if k != "switches"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 
 import click
 
@@ -47,12 +48,12 @@ def commands() -> None:
     """
 
 
-def main() -> None:
-    """Run a command; what went wrong is one sentence on stderr and the exit code."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command (default: the process's arguments); what went wrong is one sentence on stderr and the exit code."""
     # before torch loads: idle OpenMP threads that spin made small forwards 10 times slower on a busy machine
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        commands(prog_name="dsv4dbg")
+        commands(arguments, prog_name="dsv4dbg")
     except DbgError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -86,7 +86,9 @@ def _show_op(found: Registry, op: Op) -> None:
     rows = []
     for title, mapping in (("in", op.args), ("out", op.outputs)):
         for name, arg in mapping.items():
-            note = arg.doc + (" (optional)" if arg.optional else "") + (f" (written at {arg.slots})" if arg.slots else "")
+            note = (
+                arg.doc + (" (optional)" if arg.optional else "") + (f" (written at {arg.slots})" if arg.slots else "")
+            )
             rows.append((title, name, arg.kind, arg.dtype, f"[{arg.dims}]" if arg.dims else "", note.strip()))
             title = ""
     print()
@@ -98,7 +100,7 @@ def _show_op(found: Registry, op: Op) -> None:
     print(columns(rows, "  "))
     print()
     print("yours: a file with")
-    print(f"  from dsv4dbg.kernels.registry import implements\n\n  @implements(\"{op.name}\", \"mine\")")
+    print(f'  from dsv4dbg.kernels.registry import implements\n\n  @implements("{op.name}", "mine")')
     print(f"  def mine{inspect.signature(op.reference)}: ...".replace("'", ""))
     print(f"next: dsv4dbg capture --prompt TEXT --plan 'op:{op.name}=mine' --plugin FILE")
 

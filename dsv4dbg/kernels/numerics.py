@@ -19,7 +19,9 @@ class Numerics:
     name: str
     mhc_norm: str  # "after": rms factor multiplies the mix GEMM's result; "before": x is normalised first
     mhc_mix: str  # dtype of post, comb and the stream mix: "f32" (one rounding) or "act" (each step rounded)
-    head_norm: str  # per-head q norm: "act" (every step rounded), "mixed" (factor in f32, rounded, product in act), "f32"
+    head_norm: (
+        str  # per-head q norm: "act" (every step rounded), "mixed" (factor in f32, rounded, product in act), "f32"
+    )
     rope_table: str  # cos and sin as "f32" or rounded to "act"
     kv_quant: bool  # round KV to FP8 also where the cache is bf16 (sim-quant)
     compressor_gemm: str  # output dtype of the compressor's wkv and wgate: "f32" or "act"

@@ -61,9 +61,7 @@ def _power_of_two_scale(amax: np.ndarray, maximum: float) -> np.ndarray:
     return np.where(np.isfinite(amax), scale, np.nan)
 
 
-def quantize(
-    x: np.ndarray, group: int, fmt: str = "fp8", dialect: str = "ocp"
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray, group: int, fmt: str = "fp8", dialect: str = "ocp") -> tuple[np.ndarray, np.ndarray]:
     """Round ``x [..., n]`` to FP8 or FP4 with one power-of-two scale per group.
 
     Returns:

@@ -72,7 +72,9 @@ def table_slots(table: torch.Tensor, sequence: torch.Tensor, index: torch.Tensor
     return table[sequence.long(), index.long() // entries].long() * entries + index.long() % entries
 
 
-def filled_cache(rng: np.random.Generator, name: str, layout: PageLayout, pages: int, slots: torch.Tensor) -> paged.Cache:
+def filled_cache(
+    rng: np.random.Generator, name: str, layout: PageLayout, pages: int, slots: torch.Tensor
+) -> paged.Cache:
     """A cache with random valid records at ``slots`` and 0xFF-free noise nowhere else (unused pages are zero)."""
     cache = paged.Cache(name, torch.zeros(pages, layout.page_bytes, dtype=torch.uint8), layout)
     if len(slots):

@@ -150,9 +150,7 @@ def _row_by_row(op: Op, implementation: Implementation, kwargs: dict[str, Any]) 
     tokens = len(kwargs[cut[0]]) if cut else 0
     if tokens <= 1:
         return implementation.function(**kwargs)
-    rows = [
-        implementation.function(**kwargs | {n: kwargs[n][t : t + 1] for n in cut}) for t in range(tokens)
-    ]
+    rows = [implementation.function(**kwargs | {n: kwargs[n][t : t + 1] for n in cut}) for t in range(tokens)]
     if not op.outputs:
         return None
     parts = [tuple(op.name_outputs(row).values()) for row in rows]

@@ -156,4 +156,3 @@ class Capture:
 
 def _block_dims(tensor: torch.Tensor) -> str:
     return "token stream channel" if tensor.dim() == 3 else "token channel"
-

@@ -139,17 +139,13 @@ def attention(ops: OpTable, ctx: Context, w: Weights, x: torch.Tensor, caches: C
     qr = ops.rms_norm(project(ops, x, w, "attn.wq_a"), w["attn.q_norm.weight"], eps=eps, role="q_norm")
     q = project(ops, qr, w, "attn.wq_b").unflatten(-1, (config.num_attention_heads, config.head_dim))
     kv = ops.rms_norm(project(ops, x, w, "attn.wkv"), w["attn.kv_norm.weight"], eps=eps, role="kv_norm")
-    q = ops.qnorm_rope_kv_insert(
-        q, kv, inputs.positions, cos_sin, caches["window"], inputs.slots["window"], eps=eps
-    )
+    q = ops.qnorm_rope_kv_insert(q, kv, inputs.positions, cos_sin, caches["window"], inputs.slots["window"], eps=eps)
     selected = select_entries(ops, ctx, w, x, qr, caches, ratio) if ratio == config.csa_ratio else None
     if ratio:
         compress(ops, ctx, w, x, caches, ratio)
     o = attend(ops, ctx, w, q, selected, caches, ratio)
     o = ops.inv_rope(o, inputs.positions, cos_sin)
-    z = ops.o_proj_grouped(
-        o, w["attn.wo_a.weight"], w.get("attn.wo_a.scale"), groups=config.o_groups, role="wo_a"
-    )
+    z = ops.o_proj_grouped(o, w["attn.wo_a.weight"], w.get("attn.wo_a.scale"), groups=config.o_groups, role="wo_a")
     return project(ops, z, w, "attn.wo_b")
 
 
@@ -195,9 +191,7 @@ def block(
     return streams
 
 
-def head(
-    ops: OpTable, ctx: Context, ends: Weights, lm_head: torch.Tensor, streams: torch.Tensor
-) -> torch.Tensor:
+def head(ops: OpTable, ctx: Context, ends: Weights, lm_head: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
     """Logits ``f32 [row, vocab]`` of the wanted rows."""
     eps = ctx.config.rms_norm_eps
     y = ops.mhc_head(

@@ -192,4 +192,3 @@ def _text(checkpoint: Checkpoint, prompt: list[int], tokens: list[int]) -> str |
     tokenizer = checkpoint.tokenizer()
     before = tokenizer.decode(prompt)
     return tokenizer.decode([*prompt, *tokens])[len(before) :]
-

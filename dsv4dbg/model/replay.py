@@ -70,7 +70,8 @@ def load_call(trace: Trace, record: SiteRecord, weights: ModelWeights | None, de
     ]  # fmt: skip
     if missing:
         raise DbgError(
-            f"the trace has no {' and no '.join(missing)} for {record.site}", "capture that site without --sites filters"
+            f"the trace has no {' and no '.join(missing)} for {record.site}",
+            "capture that site without --sites filters",
         )
     args: dict[str, Any] = dict.fromkeys(op.args)
     args |= {name: value for name, value in record.attrs.items() if name in op.args}

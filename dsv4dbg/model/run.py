@@ -119,7 +119,9 @@ class Session:
         for step, feeds in workload:
             result = self.step(step, following=lambda _, n=step.name: ahead[n])
             for feed in feeds:
-                self.manager.rollback(feed.sequence, self.manager.lengths[feed.sequence] - len(feed.tokens) + feed.accepted)
+                self.manager.rollback(
+                    feed.sequence, self.manager.lengths[feed.sequence] - len(feed.tokens) + feed.accepted
+                )
             if seen is not None:
                 seen(result)
 

@@ -155,11 +155,15 @@ def coverage(config: ModelConfig, seed: int = 0) -> Workload:
     csa, hca = config.csa_ratio, config.hca_ratio
     window, topk = config.sliding_window, config.index_topk
     long = max(4 * topk * csa, 3 * hca) + csa + 2
-    chunked = [csa * 5 + 1, hca - 1 - (csa * 5 + 1), hca, hca * 2 + 7] if hca > csa * 5 + 2 else [csa + 1, hca - 1, hca * 3]
+    chunked = (
+        [csa * 5 + 1, hca - 1 - (csa * 5 + 1), hca, hca * 2 + 7] if hca > csa * 5 + 2 else [csa + 1, hca - 1, hca * 3]
+    )
     edge = max(1, min(window, hca) - 3)
     streams = _Streams(7, long + sum(chunked) + 64, config.vocab_size, seed)
     steps = [
-        WorkloadStep("prefill", (streams.take(0, long), streams.take(1, chunked[0]), streams.take(3, 0), streams.take(4, 1))),
+        WorkloadStep(
+            "prefill", (streams.take(0, long), streams.take(1, chunked[0]), streams.take(3, 0), streams.take(4, 1))
+        ),
         *(WorkloadStep("prefill", (streams.take(1, count),)) for count in chunked[1:-1]),
         WorkloadStep("prefill", (streams.take(2, edge), streams.take(1, chunked[-1]), streams.take(5, hca - 5))),
     ]

@@ -91,10 +91,13 @@ def test_sides_may_be_exchanged(dtype: torch.dtype) -> None:
 
 
 def test_empty_side_is_neutral_bit_for_bit() -> None:
-    a = part(2)
-    for o, lse in (merge_attn_states(*a, *empty()), merge_attn_states(*empty(), *a)):
-        assert torch.equal(o, a[0])
-        assert torch.equal(lse, a[1])
+    """Whatever its o holds."""
+    a, (zeros, lse_empty) = part(2), empty()
+    for filling in (0.0, torch.nan, torch.inf):
+        side = (zeros + filling, lse_empty)
+        for o, lse in (merge_attn_states(*a, *side), merge_attn_states(*side, *a)):
+            assert torch.equal(o, a[0])
+            assert torch.equal(lse, a[1])
 
 
 @pytest.mark.parametrize("sink", [None, torch.tensor([-torch.inf, 0.0, 500.0, -500.0])])

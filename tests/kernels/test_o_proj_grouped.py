@@ -55,12 +55,12 @@ def test_scale_blocks_are_128_by_128_of_the_whole_weight() -> None:
 
 
 def test_float32_scale_times_code_is_rounded_to_the_activations_dtype() -> None:
-    """1 + 2^-9 becomes 1 in bf16 (as the published conversion does) and stays in float32."""
-    scale = torch.full((2, 2), 1 + 2**-9)
-    z = o_proj_grouped(torch.ones(1, HEADS, CHANNELS, dtype=torch.bfloat16), *ones(scale), groups=GROUPS)
-    assert (z == INP).all()
-    exact = o_proj_grouped(torch.ones(1, HEADS, CHANNELS), *ones(scale), groups=GROUPS)
-    assert (exact == INP * (1 + 2**-9)).all()
+    """1 + 2^-9 becomes 1 in bf16 (as the published conversion does) and stays in float32: seen after taking 1 away."""
+    scale = torch.tensor([[1 + 2**-9, 1.0], [1 + 2**-9, 1.0]])
+    o = torch.zeros(1, HEADS, CHANNELS)
+    o[0, ::2, 0], o[0, 1::2, 0] = 1, -1  # in every group one input under each column of scales
+    assert (o_proj_grouped(o.bfloat16(), *ones(scale), groups=GROUPS) == 0).all()
+    assert (o_proj_grouped(o, *ones(scale), groups=GROUPS) == 2**-9).all()
 
 
 def test_activations_are_not_quantised() -> None:

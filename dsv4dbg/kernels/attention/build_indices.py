@@ -239,6 +239,7 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
         *csa,
         window_table=lambda table: table.index_fill(1, torch.tensor([0]), -1),
     )
+    yield case("positions behind the table", across, *hca, window_table=lambda table: table[:, :2].contiguous())
     yield case(
         "a page of the window missing",
         ragged(5, (STARTS[-1],)),

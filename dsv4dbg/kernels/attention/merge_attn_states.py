@@ -50,7 +50,10 @@ def _no_nan(call: Mapping[str, Any]) -> str | None:
         "sink": weight("head", "f32", "logit in the denominator only", optional=True),
     },
     outputs={"o": tensor("token head channel", "act f32"), "lse": tensor("token head", "f32")},
-    compare={"o": Dense(magnitude=("o_a", "o_b"), row="token head"), "lse": Dense(magnitude=("lse.terms",), roundings=0, row="token head")},
+    compare={
+        "o": Dense(magnitude=("o_a", "o_b"), row="token head"),
+        "lse": Dense(magnitude=("lse.terms",), roundings=0, row="token head"),
+    },
     invariants=(
         Invariant("largest <= lse <= largest + ln 2", _lse_bounds),
         Invariant("both sides empty: o = 0", _both_empty),

@@ -175,7 +175,7 @@ def _(dims: Dims, rng: np.random.Generator) -> Iterator[Example]:
     )
     yield case("no sink", 5, sink=lambda sink: None)
     yield case("sink far above the logits", 3, sink=lambda sink: sink + 60)
-    yield case("large logits", 3, q=lambda q: q * 256)
+    yield case("large logits, no sink", 3, q=lambda q: q * 256, sink=lambda sink: None)
     yield case("a token without keys", 3, indices=lambda i: i.index_fill(0, torch.tensor([1]), -1))
     yield case("no token has keys", 3, indices=lambda i: torch.full_like(i, -1))
     yield case("entries only", 4, starts=(126, 257), indices=lambda i: i.index_fill(1, torch.arange(dims.window), -1))
