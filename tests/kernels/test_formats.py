@@ -79,6 +79,7 @@ def test_fnuz_never_emits_its_nan():
     assert formats.fp8_encode(small, "fnuz").tolist() == [0] * 4
     assert formats.fp8_encode(2 * small, "ocp").tolist() == [0x80] * 4
     assert 0x80 not in formats.fp8_encode(random_values(1), "fnuz")
+    assert formats.fp8_encode(torch.tensor([NAN, -NAN]), "fnuz").tolist() == [0, 0]  # the scale tells
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,14 @@ def test_scale_exponent_is_exact_for_every_bf16_amax(maximum):
     mantissa, exponent = np.frexp(amax.double().numpy() / maximum)
     expected = exponent - (mantissa == 0.5)
     assert np.array_equal(formats.scale_exponent(amax, maximum).numpy(), expected)
+
+
+@pytest.mark.parametrize("maximum", [448.0, 224.0, 6.0])
+def test_scale_exponent_sees_every_mantissa_bit_of_a_float32_amax(maximum):
+    edges = maximum * torch.exp2(torch.arange(-20.0, 20.0))
+    assert formats.scale_exponent(edges, maximum).tolist() == list(range(-20, 20))
+    assert formats.scale_exponent(edges * (1 + 2.0**-21), maximum).tolist() == list(range(-19, 21))
+    assert formats.scale_exponent(edges * (1 - 2.0**-21), maximum).tolist() == list(range(-20, 20))
 
 
 def test_both_dialects_hold_the_same_values():

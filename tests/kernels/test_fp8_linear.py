@@ -71,10 +71,11 @@ def test_activation_groups_are_128_wide():
 
 
 def test_float32_scales_are_not_rounded():
-    x = torch.zeros(1, 128)
-    x[0, 0] = 1
-    scale = torch.tensor([[1.001]])
-    assert fp8_linear(x, ones(1, 128), scale).item() == scale.item()
+    """Nor is the weight: both of these factors are 1 in bf16."""
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    x[0, 0], x[0, 128] = -1, 1
+    y = fp8_linear(x, ones(1, 256), torch.tensor([[1.001, 1.002]]))
+    assert y.item() == pytest.approx(0.001, rel=2**-8)
 
 
 def test_is_act_quant_times_the_weight():
