@@ -1,13 +1,41 @@
-"""Invariants that several ops share. A check gets arguments and outputs by name as numpy arrays."""
+"""Running an op's invariants, and those that several ops share.
+
+A check sees values as an oracle does: floating-point numbers as float64 arrays, raw bytes as uint8, caches as
+`OracleCache`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from dsv4dbg.kernels.contract import Invariant
+from dsv4dbg.kernels import oracle
+from dsv4dbg.kernels.arrays import CacheArray
+from dsv4dbg.kernels.contract import Invariant, Op
+
+WIDENED = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+
+
+def violations(op: Op, call: Mapping[str, Any]) -> dict[str, str]:
+    """Broken invariants of ``op``: name -> what is wrong and where.
+
+    Args:
+        call: all arguments and outputs by name, as torch tensors or as `arrays.to_arrays` gives them.
+    """
+    values = {name: _as_oracle(value) for name, value in call.items()}
+    found = {invariant.name: invariant.check(values) for invariant in op.invariants}
+    return {name: sentence for name, sentence in found.items() if sentence}
+
+
+def _as_oracle(value: Any) -> Any:
+    if isinstance(value, CacheArray):
+        return oracle.OracleCache(value.data, value.layout)
+    if isinstance(value, np.ndarray) and value.dtype in WIDENED:
+        return value.astype(np.float64)
+    return oracle.to_numpy(value)
 
 
 def first(where: np.ndarray) -> tuple[int, ...]:
