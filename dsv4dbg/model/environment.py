@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _cpu_name() -> str:
+    """Model name of the processor: another one sums in another order."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
 def fp8_dialect(arch: str) -> str:
     """The FP8 dialect of a device's matrix instructions: ``fnuz`` on gfx942, else ``ocp``."""
     return "fnuz" if arch in FNUZ_ARCHES else "ocp"
@@ -42,6 +53,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "dsv4dbg": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "triton": _version("triton") or _version("triton-rocm") or _version("pytorch-triton-rocm"),
         "numpy": _version("numpy"),

@@ -106,30 +106,30 @@ def select_entries(
 def attend(
     ops: OpTable, ctx: Context, w: Weights, q: torch.Tensor, selected: torch.Tensor | None, caches: Caches, ratio: int
 ) -> torch.Tensor:
-    """Sparse attention of ``q [token, head, channel]`` over the window and the compressed entries."""
+    """Sparse attention of ``q [token, head, channel]`` over the window and the compressed entries.
+
+    Decode and verify read pages; a prefill gathers the records it needs into rows first.
+    """
     config, inputs = ctx.config, ctx.inputs
-    entries = caches.get("entries")
+    window, entries = caches["window"], caches.get("entries")
+    width = 0 if not ratio else inputs.most_visible[ratio] if selected is None else config.index_topk
+    shared = {"window": config.sliding_window, "width": width}
+    tokens = (inputs.positions, inputs.sequence)
+    visible, sink, scale = inputs.visible.get(ratio), w["attn.attn_sink"], config.head_dim**-0.5
     if ctx.decodes:
-        window_table, window_block = inputs.tables["window"], caches["window"].layout.entries
         entry_table = inputs.tables[f"entries{ratio}"] if entries else None
         entry_block = entries.layout.entries if entries else 1
-    else:
-        space = inputs.workspace[ratio]
-        window_table, window_block, entry_table, entry_block = space.window_table, 1, space.entry_table, 1
-    width = 0 if not ratio else inputs.most_visible[ratio] if selected is None else config.index_topk
+        indices = ops.build_indices(
+            *tokens, inputs.tables["window"], entry_table, visible, selected,
+            window_block=window.layout.entries, entry_block=entry_block, **shared,
+        )  # fmt: skip
+        return ops.sparse_mla_decode(q, window, entries, indices, sink, window=config.sliding_window, scale=scale)[0]
+    space = inputs.workspace[ratio]
     indices = ops.build_indices(
-        inputs.positions, inputs.sequence, window_table, entry_table, inputs.visible.get(ratio), selected,
-        window=config.sliding_window, window_block=window_block, entry_block=entry_block, width=width,
-    )  # fmt: skip
-    sink, scale = w["attn.attn_sink"], config.head_dim**-0.5
-    if ctx.decodes:
-        o, _ = ops.sparse_mla_decode(
-            q, caches["window"], entries, indices, sink, window=config.sliding_window, scale=scale
-        )
-        return o
-    kv = ops.gather_kv(caches["window"], space.window_slots, entries, space.entry_slots, act=ctx.act)
-    o, _ = ops.sparse_mla_prefill(q, kv, indices, sink, scale=scale)
-    return o
+        *tokens, space.window_table, space.entry_table, visible, selected, window_block=1, entry_block=1, **shared
+    )
+    kv = ops.gather_kv(window, space.window_slots, entries, space.entry_slots, act=ctx.act)
+    return ops.sparse_mla_prefill(q, kv, indices, sink, scale=scale)[0]
 
 
 def attention(ops: OpTable, ctx: Context, w: Weights, x: torch.Tensor, caches: Caches, ratio: int) -> torch.Tensor:

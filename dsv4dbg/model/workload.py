@@ -56,7 +56,7 @@ class Workload:
 
     def __iter__(self) -> Iterator[tuple[Step, tuple[Feed, ...]]]:
         """Steps with their names (``prefill0``, ``decode0``...) and the feeds they came from."""
-        count = dict.fromkeys(PHASES, 0)
+        count: dict[str, int] = dict.fromkeys(PHASES, 0)
         for step in self.steps:
             chunks = tuple(Chunk(f.sequence, f.tokens) for f in step.feeds)
             yield Step(f"{step.phase}{count[step.phase]}", chunks, all_rows=step.phase == "verify"), step.feeds
