@@ -109,8 +109,10 @@ def _worst(name: str, value: np.ndarray, limit: np.ndarray, level: Level, source
     )  # fmt: skip
 
 
-def clauses(found: Measured, candidate: Sums, reference: Sums | None, independent: bool) -> list[Clause]:
-    """All tests of one output's values. ``independent``: nothing but the store rounds.
+def clauses(
+    found: Measured, candidate: Sums, reference: Sums | None, independent: bool, summed: float
+) -> list[Clause]:
+    """All tests of one output's values. ``independent``: nothing but the store rounds; ``summed``: `Noise.summed`.
 
     Without a reference the tests of scale and bias are left out: a factor near 1 on values that lie on the grid
     already leans in one direction by right (round(x (1 - tiny)) = x), which only the reference can show.
@@ -121,8 +123,10 @@ def clauses(found: Measured, candidate: Sums, reference: Sums | None, independen
     for level in LEVELS:
         result.append(_error(level, found, candidate, reference))
         if reference is not None:
-            result.append(_scale(level, found, candidate, reference))
-    for level in LEVELS[1:] if reference is not None else ():
+            result.append(_scale(level, found, candidate, reference, summed))
+    for level in LEVELS[1:]:
+        if reference is None:
+            break
         for kind in ("bias", "shift"):
             clause = _bias(kind, level, found, candidate, reference, independent)
             result += [clause] if clause else []
@@ -146,52 +150,68 @@ def _elements(candidate: Sums, reference: Sums | None) -> Clause:
     return _worst("error of an element", candidate.worst, limit, Level("segment", 1, 1), source)
 
 
-def _base(level: Level, n: np.ndarray, reference: Sums | None) -> np.ndarray:
-    """Mean square to start from: 1, or the reference's in this group or in its noisier groups (upper decile)."""
+def _base(level: Level, found: Measured, reference: Sums | None) -> np.ndarray:
+    """Mean square to start from: the reference's in this group or in its noisier groups (upper decile), at least the
+    derived 1; or, from CLUSTERS rows on, at least that of the reference's worst group and of the store alone."""
+    n = level.total(found.shared["count"])
     if reference is None:
         return np.ones(n.shape)
     own = level.total(reference.z2) / np.maximum(n, 1)
-    return np.maximum(np.maximum(own, np.quantile(own, 0.9)), 1)
+    least = np.ones(n.shape)
+    if len(found.shared["count"]) >= CLUSTERS:
+        stored = level.total(found.shared["stored"]) / np.maximum(n, 1)
+        least = np.minimum(1, np.maximum(own.max(initial=0.0), stored))
+    return np.maximum(np.maximum(own, np.quantile(own, 0.9)), least)
 
 
 def _error(level: Level, found: Measured, candidate: Sums, reference: Sums | None) -> Clause:
     n = level.total(found.shared["count"])
     value = level.total(candidate.z2) / np.maximum(n, 1)
-    limit = FACTOR**2 * _base(level, n, reference) * mean_square_limit(n, n.size)
+    limit = FACTOR**2 * _base(level, found, reference) * mean_square_limit(n, n.size)
     limit += level.total(found.shared["leap"]) / np.maximum(n, 1) / (level.rows or max(len(candidate.z2), 1))
     log = logarithm(n.size)
     source = f"{FACTOR:g} sigma, or {FACTOR:g} x the reference's, x sqrt(1 + sqrt(6L/n) + 2L/n), L = {log:.0f}"
     return _worst("error", np.sqrt(value), np.sqrt(limit), level, source)
 
 
-def _scale(level: Level, found: Measured, candidate: Sums, reference: Sums | None) -> Clause:
+def _spread(level: Level, sums: np.ndarray) -> np.ndarray | None:
+    """Root of the sum of squares of row sums, per group of a level over all rows: the error of a total whose rows are
+    independent and whose elements are not. None where there are too few rows to know."""
+    if level.rows != 0 or len(sums) < CLUSTERS:
+        return None
+    per_row = sums if level.segments else sums.sum(axis=1, keepdims=True)
+    return np.sqrt((per_row**2).sum(axis=0, keepdims=True))
+
+
+def _scale(level: Level, found: Measured, candidate: Sums, reference: Sums, summed: float) -> Clause:
     n, weight = level.total(found.shared["count"]), np.maximum(level.total(found.shared["weight"]), 1e-30)
     value = np.abs(level.total(candidate.fit)) / weight
-    blur = level.total(found.shared["blur"]) / weight
-    limit = np.sqrt(2 * logarithm(n.size) * _base(level, n, reference) / weight)
-    limit += blur * (CONFIDENCE if level.rows == 1 else FACTOR)
-    if reference is not None:
-        limit += FACTOR * np.abs(level.total(reference.fit)) / weight
-    source = "best-fit scale - 1: sqrt(2L/weight) + relative noise + 2 x the reference's"
+    limit = np.sqrt(2 * logarithm(n.size) * _base(level, found, reference) / weight)
+    spread = _spread(level, reference.fit)
+    if spread is None:
+        limit += level.total(found.shared["blur"]) / weight * (CONFIDENCE if level.rows == 1 else FACTOR)
+    else:
+        limit += FACTOR * np.sqrt(2 * logarithm(n.size)) * spread / weight + FACTOR * summed
+    limit += FACTOR * np.abs(level.total(reference.fit)) / weight
+    source = "best-fit scale - 1: sqrt(2L/weight) + relative noise (over many rows: 2 sqrt(2L) x the spread of the "
+    source += "reference's rows) + 2 x the reference's"
     return _worst("scale", value, limit, level, source)
 
 
 def _bias(
-    kind: str, level: Level, found: Measured, candidate: Sums, reference: Sums | None, independent: bool
+    kind: str, level: Level, found: Measured, candidate: Sums, reference: Sums, independent: bool
 ) -> Clause | None:
     n = level.total(found.shared["count"])
-    rows, _ = found.shared["count"].shape
     sums = getattr(candidate, kind)
+    spread = _spread(level, getattr(reference, kind))
     if independent:
-        variance = _base(level, n, reference) * n
-    elif level.rows == 0 and rows >= CLUSTERS:
-        per_row = Level("", 1, level.segments).total(sums)
-        variance = level.total(per_row**2) if level.segments else (per_row**2).sum(axis=0, keepdims=True)
+        noise = np.sqrt(_base(level, found, reference) * n)
+    elif spread is not None:
+        noise = np.maximum(FACTOR * spread, np.sqrt(n))
     else:
         return None
-    limit = np.maximum(np.sqrt(2 * logarithm(n.size) * variance), BIAS * n)
-    if reference is not None:
-        limit += FACTOR * np.abs(level.total(getattr(reference, kind)))
+    limit = np.maximum(np.sqrt(2 * logarithm(n.size)) * noise, BIAS * n)
+    limit += FACTOR * np.abs(level.total(getattr(reference, kind)))
     name = {"bias": "bias away from or toward zero", "shift": "bias up or down"}[kind]
     n = np.maximum(n, 1)
     source = f"mean of e/sigma: sqrt(2L/n){'' if independent else ' over rows as clusters'}, at least {BIAS:g}"

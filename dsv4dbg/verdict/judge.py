@@ -46,7 +46,7 @@ def judge(
     known = oracle if isinstance(oracle, Mapping) else None
     result = {}
     for name, compare in op.compare.items():
-        if _same(op, name, args, reference, candidate):
+        if _same(op, name, reference, candidate):
             result[name] = OutputJudgement(
                 name, type(compare).__name__, Verdict.PASS, f"{name} equals the reference bit for bit"
             )
@@ -69,12 +69,16 @@ def judge_reference(op: Any, args: Arrays, reference: Arrays, oracle: Arrays, nu
     )
 
 
-def _same(op: Any, name: str, args: Arrays, reference: Arrays, candidate: Arrays) -> bool:
+def _same(op: Any, name: str, reference: Arrays, candidate: Arrays) -> bool:
+    """Equal bits of an output, and of the ids or scales that give it its meaning."""
     compare = op.compare[name]
-    if isinstance(compare, Codes) and compare.scale not in op.compare:
-        return False
-    a, b = (x[name].data if name in op.mutates else np.asarray(x[name]) for x in (reference, candidate))
-    return same_bits(np.asarray(a), np.asarray(b))
+    names = {name}
+    if isinstance(compare, RoutingWeights):
+        names.add(compare.ids)
+    elif isinstance(compare, Codes):
+        names.add(compare.scale)
+    pairs = ((x[n].data if n in op.mutates else x[n] for x in (reference, candidate)) for n in names)
+    return all(same_bits(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
 def _output(

@@ -27,7 +27,7 @@ from dsv4dbg.verdict.steps import Grid, as_float
 BLOCK = 1 << 15  # elements that are processed at a time: a dozen float32 arrays of this size fit into the L2 cache
 SEGMENT = 128  # most columns of a segment
 CONFIDENCE = 8.0  # standard deviations of the noise that a single element may be off, beside its rounding
-SHARED = ("count", "weight", "blur", "size", "chance", "leap")
+SHARED = ("count", "weight", "blur", "size", "chance", "leap", "stored")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Sums:
 @dataclass
 class Measured:
     """What one pass finds. ``shared`` sums depend on the oracle only: ``count`` of judged elements, ``weight``,
-    ``blur`` = sum |O| a / sigma^2, ``size`` = sum O^2, ``chance`` = expected flips, ``leap`` = sum (jump / 2 sigma)^2: of one inner step, where a
+    ``blur`` = sum |O| a / sigma^2, ``size`` = sum O^2, ``chance`` = expected flips, ``stored`` = sum (h/sqrt 3 sigma)^2, ``leap`` = sum (jump / 2 sigma)^2: of one inner step, where a
     channel has a quarter of the energy."""
 
     sums: list[Sums]
@@ -100,7 +100,7 @@ def measure(values: list[np.ndarray], oracle: np.ndarray, grid: Grid, noise: Noi
     rows, columns = oracle.shape
     width = segment_width(columns)
     segments = columns // width if columns else 0
-    fine = grid.unit < 2.0**-12
+    fine = grid.unit < 2.0**-12 or grid.wide
     kind = np.float64 if fine else np.float32
     shape = (rows, segments)
     sums = [Sums(*(np.zeros(shape) for _ in range(9))) for _ in values]
@@ -127,6 +127,7 @@ def measure(values: list[np.ndarray], oracle: np.ndarray, grid: Grid, noise: Noi
                 jump = noise.mixed[part].astype(kind) * kind(noise.jump)
                 limit += jump
                 shared["leap"][part] = total(np.square(jump / (2 * sigma)))
+            shared["stored"][part] = total(np.square(h * kind(3**-0.5) / sigma))
             weight = finite / sigma
             sign = np.sign(finite)
             shared["count"][part] = total(known.astype(kind))

@@ -62,6 +62,8 @@ def _of_codes(op: Any, compare: Codes, args: Arrays, shape: tuple[int, ...]) -> 
 def _decoded(codes: np.ndarray, scale: np.ndarray, fmt: str, dialect: str) -> np.ndarray:
     values = unpack_fp4(codes) if fmt == "fp4" else E4M3[dialect][codes.view(np.uint8)]
     factor = E8M0[scale] if scale.dtype == np.uint8 else scale.astype(np.float32)
+    if factor.size and factor.max() > 1e34:
+        factor = factor.astype(np.float64)
     with np.errstate(all="ignore"):
         return values * np.repeat(factor, values.shape[-1] // factor.shape[-1], axis=-1)
 

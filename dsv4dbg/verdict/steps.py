@@ -17,7 +17,6 @@ from dsv4dbg.pages import FP4_GROUP, KV_GROUP, PageLayout
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 UNIT = {"bf16": 2.0**-8, "f32": 2.0**-24}  # half a step of 1.0
-LARGEST_SCALED = 3.1e38  # above it the next code may be beyond float32
 SMALLEST_NORMAL = 2.0**-126  # of bf16 and float32; results below it may be flushed to zero
 FP8_MAX = {"ocp": 448.0, "fnuz": 224.0}  # what quantisers scale to
 FP4_MAX = 6.0
@@ -76,11 +75,13 @@ class Grid:
         unit: half a step relative to the power of two below a value; finest part of the grid.
         half: ``half(rows, x)`` gives half a step for ``x``, rows ``rows`` of the oracle's values.
         maximum: sizes above it may become infinite.
+        wide: values near the end of float32's range, to be compared in float64.
     """
 
     unit: float
     half: HalfStep
     maximum: float
+    wide: bool = False
 
 
 def float_grid(unit: float) -> Grid:
@@ -118,7 +119,7 @@ def scaled_grid(oracle: np.ndarray, group: int, fmt: str, dialect: str, margin: 
         below = np.maximum(power_of_two_below(scaled), x.dtype.type(normal))
         return (below * (s * x.dtype.type(unit))).reshape(x.shape)
 
-    return Grid(unit, half, LARGEST_SCALED)
+    return Grid(unit, half, np.inf, wide=bool(amax.max(initial=0.0) > 1e37))
 
 
 def beside(left: Grid, right: Grid, columns: int) -> Grid:

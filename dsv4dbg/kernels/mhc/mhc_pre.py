@@ -59,8 +59,8 @@ def _weighted_sum(call: Mapping[str, Any]) -> str | None:
     },
     compare={
         "y": Dense(terms="stream channel", magnitude=("streams",)),
-        "post": Dense(terms="stream channel", roundings=0),
-        "comb": Dense(terms="stream channel", roundings=0),
+        "post": Dense(terms="stream channel", magnitude=("post.terms",), roundings=0),
+        "comb": Dense(terms="stream channel", magnitude=("comb.terms",), roundings=0),
     },
     invariants=(
         finite("y", "post", "comb"),
@@ -126,11 +126,14 @@ def _(
     hc_eps: float,
     iters: int,
     numerics: Numerics,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> dict[str, np.ndarray]:
     hc = streams.shape[1]
     flat = streams.reshape(len(streams), fn.shape[1])
     normed = flat / np.sqrt((flat * flat).mean(axis=1, keepdims=True) + norm_eps)
-    logits = normed @ fn.T * np.repeat(scale, (hc, hc, hc * hc)) + base
+    factors = np.repeat(scale, (hc, hc, hc * hc))
+    logits = normed @ fn.T * factors + base
+    # an error of the logits is of the size of their terms, and sigmoid and softmax turn it into a relative one
+    size = np.sqrt(normed**2 @ fn.T**2) * np.abs(factors) + np.abs(base)
     sigmoid = np.exp(-np.logaddexp(0, -logits))
     pre, post = sigmoid[:, :hc] + hc_eps, 2 * sigmoid[:, hc : 2 * hc]
     comb = logits[:, 2 * hc :].reshape(-1, hc, hc)
@@ -140,7 +143,10 @@ def _(
         if i:
             comb = comb / (comb.sum(axis=2, keepdims=True) + hc_eps)
         comb = comb / (comb.sum(axis=1, keepdims=True) + hc_eps)
-    return np.einsum("tj,tjd->td", pre, streams), post, comb
+    y = np.einsum("tj,tjd->td", pre, streams)
+    post_terms = post * (1 + (1 - post / 2) * size[:, hc : 2 * hc])
+    comb_terms = comb * (1 + size[:, 2 * hc :].max(axis=1, initial=0.0)[:, None, None])
+    return {"y": y, "post": post, "comb": comb, "post.terms": post_terms, "comb.terms": comb_terms}
 
 
 @mhc_pre.examples
