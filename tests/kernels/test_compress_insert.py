@@ -1,113 +1,19 @@
-"""compress_insert: any split into calls gives the same bytes, what an entry is made of, switches, transformers."""
+"""compress_insert: any split into calls gives the same bytes, and what an entry is made of."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
-from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACompressor, DeepseekV4HCACompressor
+from compressor_cases import EPS, KINDS, TABLE, C, Compressor, R, chunks, inputs, make, plain
 
-from dsv4dbg.kernels import formats, paged, samples
-from dsv4dbg.kernels.attention.compress_insert import compress_insert, compressor_example, pool, tree_sum
-from dsv4dbg.kernels.dims import TINY
-from dsv4dbg.kernels.numerics import HF, OFFICIAL, Numerics
+from dsv4dbg.kernels import paged, samples
+from dsv4dbg.kernels.attention.compress_insert import compress_insert, compressor_example
+from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.oracle import to_numpy
 from dsv4dbg.kernels.paged import Cache
-from dsv4dbg.pages import PageLayout, index_layout, kv_layout, state_layout
 
-C, R, EPS = 128, 64, 1e-6
-TABLE = samples.cos_sin(1200, R, 160000.0)
-KINDS = {  # name -> ratio, overlap, layout of entries
-    "csa": (4, True, kv_layout("fp8", "ocp", C, R, 4)),
-    "hca": (128, False, kv_layout("fp8", "fnuz", C, R, 2)),
-    "index": (4, True, index_layout("fp4", "", C, 4, 576)),
-    "index fp8": (4, True, index_layout("fp8", "ocp", C, 4, 576)),
-    "csa bf16": (4, True, kv_layout("bf16", "", C, R, 4)),
-}
 kinds = pytest.mark.parametrize("kind", KINDS)
-EXACT = replace(OFFICIAL, kv_quant=False, index_quant=False, index_hadamard=False)
-
-
-@dataclass
-class Compressor:
-    """Weights, caches and tables of one compressor for sequences of at most ``length`` tokens."""
-
-    ratio: int
-    overlap: bool
-    layout: PageLayout
-    length: int = 300
-    sequences: int = 1
-    seed: int = 0
-    fill: int = 0xFF
-    act: str = "bf16"
-    numerics: Numerics = OFFICIAL
-    cos_sin: torch.Tensor = field(default_factory=lambda: TABLE)
-    state: Cache = field(init=False)
-    entries: Cache = field(init=False)
-
-    def __post_init__(self) -> None:
-        width = C * (2 if self.overlap else 1)
-        weights, places = np.random.default_rng(7), np.random.default_rng(self.seed)
-        self.ape, self.weight = samples.normal(weights, self.ratio, width), samples.norm_weight(weights, C)
-        state = state_layout(width, 8, 576)
-        self.state_table, pages = samples.block_table(places, [self.length] * self.sequences, 8)
-        self.state = Cache("state", torch.full((pages, state.page_bytes), self.fill, dtype=torch.uint8), state)
-        lengths = [self.length // self.ratio] * self.sequences
-        self.table, pages = samples.block_table(places, lengths, self.layout.entries)
-        self.entries = Cache(
-            "e", torch.full((pages, self.layout.page_bytes), self.fill, dtype=torch.uint8), self.layout
-        )
-
-    def feed(
-        self, kv: torch.Tensor, gate: torch.Tensor, positions: torch.Tensor, sequence: int | torch.Tensor = 0
-    ) -> None:
-        sequence = torch.as_tensor(sequence, dtype=torch.int32).expand(len(positions))
-        slots = torch.full_like(positions, -1)
-        full = (positions + 1) % self.ratio == 0
-        slots[full] = self.entry_slots(positions[full] // self.ratio, sequence[full])
-        compress_insert(
-            kv, gate, self.ape, self.weight, positions, sequence, self.cos_sin, self.state,
-            samples.table_slots(self.state_table, sequence, positions, 8), self.state_table, self.entries, slots,
-            ratio=self.ratio, eps=EPS, act=self.act, numerics=self.numerics,
-        )  # fmt: skip
-
-    def entry_slots(self, entries: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-        return samples.table_slots(self.table, sequence, entries, self.layout.entries)
-
-    def rows(self, count: int, sequence: int = 0) -> torch.Tensor:
-        """The first ``count`` entries of a sequence, decoded."""
-        slots = self.entry_slots(torch.arange(count), torch.full((count,), sequence))
-        return paged.read(self.entries, slots, torch.float32)
-
-
-def make(kind: str, **options) -> Compressor:
-    return Compressor(*KINDS[kind], **options)
-
-
-def plain(kind: str, **options) -> Compressor:
-    """The same compressor with a float32 cache and float32 activations, nothing quantised or rotated by Hadamard."""
-    ratio, overlap, layout = KINDS[kind]
-    layout = replace(layout, format="f32", dialect="", fields=(C * 4,))
-    return Compressor(ratio, overlap, layout, act="f32", numerics=EXACT, **options)
-
-
-def inputs(compressor: Compressor, tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    rng, width = np.random.default_rng(seed), compressor.ape.shape[1]
-    return samples.normal(rng, tokens, width), samples.normal(rng, tokens, width, scale=2.0)
-
-
-def chunks(tokens: int, sizes: list[int]) -> list[torch.Tensor]:
-    """Positions 0 .. tokens - 1 in chunks of ``sizes``, repeated."""
-    cuts, i = [0], 0
-    while cuts[-1] < tokens:
-        cuts.append(min(tokens, cuts[-1] + sizes[i % len(sizes)]))
-        i += 1
-    return [torch.arange(a, b) for a, b in pairwise(cuts)]
 
 
 # any split into calls gives the same bytes
@@ -244,24 +150,25 @@ def test_bf16_inputs_are_stored_exactly():
 # what an entry is made of
 
 
-def affected(kind: str, token: int, columns: slice) -> list[int]:
-    """Entries of 16 windows that change when ``columns`` of one token's kv change."""
+def affected(kind: str, token: int, columns: slice, value: float) -> list[int]:
+    """Entries of 16 windows that change when ``columns`` of one token's kv become ``value``."""
     a, b = plain(kind), plain(kind)
     kv, gate = inputs(a, 64)
     a.feed(kv, gate, torch.arange(64))
-    kv[token, columns] += 1.0
+    kv[token, columns] = value
     b.feed(kv, gate, torch.arange(64))
     return (a.rows(16) != b.rows(16)).any(1).nonzero().flatten().tolist()
 
 
+@pytest.mark.parametrize("value", [7.0, torch.nan])
 @pytest.mark.parametrize("token", [0, 3, 4, 6, 13, 59])
-def test_first_columns_go_to_the_next_entry_last_columns_to_the_own(token):
-    assert affected("csa", token, slice(0, C)) == [token // 4 + 1]
-    assert affected("csa", token, slice(C, 2 * C)) == [token // 4]
+def test_first_columns_go_to_the_next_entry_last_columns_to_the_own(token, value):
+    assert affected("csa", token, slice(0, C), value) == [token // 4 + 1]
+    assert affected("csa", token, slice(C, 2 * C), value) == [token // 4]
 
 
 def test_first_columns_of_an_unfinished_next_window_go_nowhere():
-    assert affected("csa", 63, slice(0, C)) == []
+    assert affected("csa", 63, slice(0, C), 7.0) == []
 
 
 def expected_entry(compressor: Compressor, values: torch.Tensor, gates: torch.Tensor, position: int) -> torch.Tensor:
@@ -350,143 +257,3 @@ def test_unused_bytes_never_reach_an_entry(kind, fill):
     assert len(results[0]) == 2
     assert np.array_equal(results[0], results[1])
     assert np.isfinite(results[0]).all()
-
-
-# reductions
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 128, 129])
-def test_tree_sum_sums(rows):
-    x = torch.from_numpy(np.random.default_rng(rows).integers(-99, 99, (5, rows, 16)).astype(np.float32))
-    assert torch.equal(tree_sum(x), x.sum(1))
-
-
-def test_pool_agrees_with_torch_softmax():
-    rng = np.random.default_rng(0)
-    kv, gate = samples.normal(rng, 5, 8, C), samples.normal(rng, 5, 8, C, scale=3.0)
-    gate[0, :4] = -torch.inf
-    expected = (kv * gate.softmax(1)).sum(1)
-    assert torch.allclose(pool(kv, gate, torch.float32, OFFICIAL), expected, atol=1e-6)
-    assert torch.equal(pool(kv, gate, torch.float32, HF), pool(kv, gate, torch.float32, OFFICIAL))
-
-
-# switches
-
-
-def differing(kind: str, numerics: Numerics, act: str = "bf16") -> tuple[bool, torch.Tensor]:
-    """Whether state bytes change under ``numerics``, and which channels of the entries do."""
-    a, b = make(kind, act=act), make(kind, act=act, numerics=numerics)
-    kv, gate = inputs(a, 256)
-    for compressor in (a, b):
-        compressor.feed(kv, gate, torch.arange(256))
-    count = 256 // a.ratio
-    return not torch.equal(a.state.data, b.state.data), (a.rows(count) != b.rows(count)).any(0)
-
-
-def test_pool_switch_changes_rounding_of_the_pooled_value():
-    state, channels = differing("csa bf16", replace(OFFICIAL, compressor_pool="act", kv_quant=False))
-    assert not state
-    assert channels.all()
-    state, channels = differing("csa bf16", replace(OFFICIAL, compressor_pool="act"), act="f32")
-    assert not state
-    assert not channels.any()
-
-
-def test_rope_table_switch_changes_rope_channels_only():
-    state, channels = differing("csa", replace(OFFICIAL, rope_table="act"))
-    assert not state
-    assert not channels[:-R].any()
-    assert channels[-R:].any()
-
-
-@pytest.mark.parametrize(("kind", "share"), [("csa", 0), ("hca", 0), ("index", 0), ("csa bf16", C - R)])
-def test_kv_quant_switch_changes_plain_kv_caches_only(kind, share):
-    state, channels = differing(kind, replace(OFFICIAL, kv_quant=False))
-    assert not state
-    assert channels.sum() == share
-    assert not channels[-R:].any()
-
-
-@pytest.mark.parametrize(("kind", "changes"), [("csa", False), ("index", True), ("index fp8", True)])
-def test_hadamard_switch_changes_indexer_keys_only(kind, changes):
-    state, channels = differing(kind, replace(OFFICIAL, index_hadamard=False))
-    assert not state
-    assert channels.any() == changes
-
-
-def test_hadamard_and_fp4_are_the_last_steps():
-    """With both switches on, a plain cache holds exactly what an FP4 cache decodes to."""
-    layout = index_layout("bf16", "", C, 4, 576)
-    runs = [
-        Compressor(4, True, KINDS["index"][2]),
-        Compressor(4, True, layout),
-        Compressor(4, True, layout, numerics=EXACT),
-    ]
-    kv, gate = inputs(runs[0], 64)
-    for compressor in runs:
-        compressor.feed(kv, gate, torch.arange(64))
-    packed, simulated, exact = (compressor.rows(16) for compressor in runs)
-    assert torch.equal(packed, simulated)
-    rotated = formats.hadamard(exact.to(torch.bfloat16))
-    assert torch.equal(simulated, formats.fp4_dequantize(*formats.fp4_quantize(rotated)))
-
-
-@pytest.mark.parametrize("kind", ["csa", "hca"])
-def test_index_quant_switch_leaves_kv_alone(kind):
-    state, channels = differing(kind, replace(OFFICIAL, index_quant=False))
-    assert not state
-    assert not channels.any()
-
-
-# transformers
-
-
-def hf_config() -> DeepseekV4Config:
-    return DeepseekV4Config(
-        hidden_size=64, head_dim=C, partial_rotary_factor=R / C, num_hidden_layers=2, q_lora_rank=32, index_n_heads=4,
-        index_head_dim=C, index_topk=8, rms_norm_eps=EPS, num_attention_heads=4, o_groups=2,
-        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
-        mlp_layer_types=["moe", "moe"],
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtype", "layer"), [(t, n) for t in (torch.float32, torch.bfloat16) for n in (0, 1)])
-def test_hf_profile_is_transformers(dtype, layer):
-    """Main compressors and the indexer's, prefill of 129 then 131 tokens; float32 to 1e-6, bf16 to two roundings."""
-    config, rng = hf_config(), np.random.default_rng(layer)
-    module = (DeepseekV4CSACompressor, DeepseekV4HCACompressor)[layer](config)
-    branches = {"compressor": module} | ({"indexer": module.indexer} if layer == 0 else {})
-    for parameter in module.parameters():
-        parameter.data = samples.normal(rng, *parameter.shape, scale=0.3).to(parameter.dtype)
-    for branch in branches.values():
-        branch.kv_norm.weight.data += 1.0
-    for linear in [m for m in module.modules() if isinstance(m, torch.nn.Linear)]:
-        linear.to(dtype)
-    hidden = samples.normal(rng, 1, 260, 64).to(dtype)
-    residual = samples.normal(rng, 1, 260, 32).to(dtype)
-    cache, fmt = DynamicCache(config=config), {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
-    ours = {}
-    for name, branch in branches.items():
-        kv = kv_layout(fmt, "", C, R, 4) if name == "compressor" else index_layout(fmt, "", C, 4, 576)
-        ours[name] = Compressor((4, 128)[layer], layer == 0, kv, act=fmt, numerics=HF)
-        ours[name].ape, ours[name].weight = branch.position_bias.data, branch.kv_norm.weight.data
-        ours[name].cos_sin = torch.cat(branch.rotary_emb(torch.zeros(1), torch.arange(300)[None], "compress"), -1)[0]
-    with torch.no_grad():
-        for part in (torch.arange(129), torch.arange(129, 260)):
-            module(hidden[:, part], residual[:, part], part[None], cache, layer)
-            for name, branch in branches.items():
-                x = hidden[0, part]
-                ours[name].feed(branch.kv_proj(x), branch.gate_proj(x), part)
-    for name, compressor in ours.items():
-        theirs = cache.layers[layer].compressed_kv[name][0].float()
-        mine = compressor.rows(len(theirs))
-        assert len(theirs) == 260 // compressor.ratio
-        if dtype == torch.float32:
-            assert torch.allclose(mine, theirs, atol=2e-6)
-        else:
-            assert (mine == theirs).float().mean() > 0.98
-            assert torch.allclose(mine, theirs, atol=0.02, rtol=0.02)
-
-
-def test_dims_name_the_ratios_of_the_examples():
-    assert (TINY.csa_ratio, TINY.hca_ratio) == (KINDS["csa"][0], KINDS["hca"][0])

@@ -218,3 +218,11 @@ def test_f32_scores_are_transformers():
         theirs = scorer(q[None], keys[None], raw[None])[0]
     ours = Indexer([keys], "f32").logits(q, raw * HEADS**-0.5, [0] * 6, [20] * 6, 20, F32)
     assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_invariant_notices_scores_beyond_the_length_and_missing_ones():
+    (invariant,) = indexer_logits.invariants
+    good = np.array([[1.0, -np.inf], [2.0, -1.0]])
+    assert invariant.check({"logits": good, "lens": np.array([1, 2])}) is None
+    assert "beyond the 0" in invariant.check({"logits": good, "lens": np.array([0, 2])})
+    assert "sees" in invariant.check({"logits": good, "lens": np.array([2, 2])})

@@ -128,3 +128,21 @@ def test_the_whole_indexer_is_transformers():
     assert torch.equal(ours[untied].long(), theirs[untied])
     assert untied.float().mean() > 0.7
     assert (ours >= 0).sum() == lens.clamp_max(k).sum()
+
+
+@pytest.mark.parametrize(
+    ("indices", "complaint"),
+    [
+        ([[2, 0, 1, -1]], None),
+        ([[2, 0, 3, -1]], "outside"),
+        ([[2, 0, -2, -1]], "outside"),
+        ([[2, -1, 0, 1]], "-1 among them"),
+        ([[2, 0, -1, -1]], "3 expected"),
+        ([[2, 2, 1, -1]], "twice"),
+        ([[0, 2, 1, -1]], "rises"),
+    ],
+)
+def test_invariants_notice(indices, complaint):
+    call = {"logits": np.array([[5.0, 1, 9, 99]]), "lens": np.array([3]), "k": 4, "indices": np.array(indices)}
+    found = [message for message in (i.check(call) for i in indexer_topk.invariants) if message]
+    assert not found if complaint is None else any(complaint in message for message in found)

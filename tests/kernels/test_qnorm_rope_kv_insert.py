@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Unwei
 from dsv4dbg.kernels import paged, samples
 from dsv4dbg.kernels.attention.qnorm_rope_kv_insert import head_norm, qnorm_rope_kv_insert
 from dsv4dbg.kernels.numerics import HF, OFFICIAL, Numerics
+from dsv4dbg.kernels.oracle import to_numpy
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.pages import PageLayout, kv_layout
 
@@ -50,9 +51,17 @@ def rows(cache: Cache, tokens: int) -> torch.Tensor:
 
 
 def test_official_head_norm_rounds_every_step():
-    q = samples.activations(np.random.default_rng(0), 64, H, D)
-    literal = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS)
-    assert torch.equal(head_norm(q, EPS, "act"), literal)
+    """Each step exact (float64), then rounded; eps is not rounded itself (torch on a CPU would, on a GPU it is not)."""
+    rng = np.random.default_rng(0)
+    sizes = torch.from_numpy(10 ** rng.uniform(-4, 1, (1000, H, 1)))  # mean + eps rounds visibly for the small ones
+    q = (samples.normal(rng, 1000, H, D) * sizes).to(torch.bfloat16)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).double()
+
+    mean = rounded(rounded(q.double() ** 2).mean(-1, keepdim=True))
+    stepwise = rounded(q.double() * rounded(1 / torch.sqrt(rounded(mean + EPS))))
+    assert torch.equal(head_norm(q, EPS, "act").double(), stepwise)
 
 
 def test_golden_distance_between_bf16_and_f32_head_norm():
@@ -233,3 +242,21 @@ def test_hf_profile_is_transformers_bit_for_bit(dtype):
     normed = DeepseekV4UnweightedRMSNorm(EPS)(q[None].transpose(1, 2))
     assert torch.equal(out, apply_rotary_pos_emb(normed, cos, sin)[0].transpose(0, 1))
     assert torch.equal(rows(cache, 50), apply_rotary_pos_emb(kv[None, None], cos, sin)[0, 0].float())
+
+
+# invariants
+
+
+def test_invariants_notice_large_heads_and_stored_nan():
+    q, kv, positions = inputs(5)
+    out, cache = run(q, kv, positions, LAYOUTS["fnuz"])
+    slots = torch.arange(5)
+    call = {"q": q, "kv": kv, "window_slots": slots, "q_out": out, "window_cache": cache}
+
+    def complaints(**changes) -> list[str]:
+        named = {n: v if isinstance(v, Cache) else to_numpy(v) for n, v in {**call, **changes}.items()}
+        return [message for message in (i.check(named) for i in qnorm_rope_kv_insert.invariants) if message]
+
+    assert complaints() == []
+    assert "root mean square" in complaints(q_out=1.1 * out)[0]
+    assert "slot 5" in complaints(window_slots=slots + 1)[0]  # nothing was stored there
