@@ -62,10 +62,15 @@ def zero_without_experts(call: Mapping[str, Any]) -> str | None:
         "limit": attr("clamp before SiLU: gate from above only, up on both sides"),
     },
     outputs={"y": tensor("token channel", "f32")},
-    compare={"y": Dense(
-            "choice inner", ("y.terms",), roundings=4, inner="w2_scale",
+    compare={
+        "y": Dense(
+            "choice inner",
+            ("y.terms",),
+            roundings=4,
+            inner="w2_scale",
             more={"experts=act": 3, "routing_weight=after": 1, "combine=act": 6},
-        )},
+        )
+    },
     invariants=(Invariant("y finite where x is", finite_rows), Invariant("zero without experts", zero_without_experts)),
     switches=("experts", "routing_weight", "combine"),
 )
