@@ -34,7 +34,7 @@ def check_remains(scenario: Scenario, folder: Path) -> int:
     """What a killed writer left must open and be exact; returns the number of complete calls."""
     run = folder / "run.h5"
     before = {file: file.read_bytes() for file in folder.iterdir()}
-    confirmed = len((folder / "done").read_bytes())
+    confirmed = len(before.get(folder / "done", b""))
     if not run.exists() and b"\n" not in before.get(journal_path(run), b""):
         assert confirmed == 0  # killed before anything was there; nothing pretends to be a trace
         return 0
@@ -68,8 +68,8 @@ def test_killed_at_every_boundary(tmp_path):
 def test_killed_at_random(tmp_path, count):
     run_breaker("random", tmp_path, count, 17)
     scenario = trace_breaker.random_scenario()
-    for case in range(count):
-        check_remains(scenario, tmp_path / str(case))
+    complete = [check_remains(scenario, tmp_path / str(case)) for case in range(count)]
+    assert len(set(complete)) > count // 4  # the moments were all over the capture
 
 
 def test_disk_full_at_every_write(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from pathlib import Path
 
 import h5py
 import ml_dtypes
@@ -137,6 +138,15 @@ def test_plain_h5py_reads_everything(tmp_path):
                 assert dataset.chunks is None
                 assert dataset.attrs["dtype"].decode() == tensor.dtype
                 assert dataset[()].tobytes() == tensor.array.tobytes()
+
+
+def test_the_documented_way_to_read_one(tmp_path, monkeypatch, capsys):
+    """The Python example in docs/trace-format.md, as it stands there."""
+    Scenario().capture(tmp_path / "run.h5")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    assert "q a b [[" in capsys.readouterr().out
 
 
 def test_equal_captures_make_equal_files(tmp_path):
