@@ -57,10 +57,10 @@ def test_all_entries_are_counted_per_token() -> None:
 def test_what_has_no_page_is_minus_one() -> None:
     """A freed page, and records behind the last page of the table: those never address other memory."""
     lists = build_indices(
-        torch.tensor([9]), i32(0), i32([5, -1]), i32([-1, 3]), None, i32([1, 2, 3, 4]),
-        window=8, window_block=4, entry_block=2, width=4,
+        torch.tensor([13]), i32(0), i32([5, -1]), i32([-1, 3]), None, i32([1, 2, 3, 4, 9]),
+        window=12, window_block=4, entry_block=2, width=5,
     )  # fmt: skip
-    assert lists.tolist() == [[22, 23, -1, -1, -1, -1, -1, -1, -1, 6, 7, -1]]
+    assert lists.tolist() == [[22, 23] + [-1] * 10 + [-1, 6, 7, -1, -1]]
 
 
 def test_result_is_int32_and_may_be_empty() -> None:

@@ -95,9 +95,10 @@ def test_order_of_keys_changes_only_rounding(numerics: Numerics, dtype: torch.dt
 
 
 @PROFILES
-def test_empty_columns_behind_the_list_change_no_bit(numerics: Numerics) -> None:
+@pytest.mark.parametrize("keys", [1, 3, 65, 150])
+def test_empty_columns_behind_the_list_change_no_bit(numerics: Numerics, keys: int) -> None:
     """A list's width is the batch's business: chunks of another width give the same bits."""
-    args = inputs(2)
+    args = inputs(2, keys=keys)
     o, lse = sparse_mla_prefill(**args, numerics=numerics)
     for more in (1, 42, 64, 500):
         wider = torch.nn.functional.pad(args["indices"], (0, more), value=-1)
