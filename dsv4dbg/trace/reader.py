@@ -301,7 +301,7 @@ def _notice(records: list[SiteRecord], problem: str, running: bool) -> str:
     last = f", the last whole block is {max(blocks, key=lambda r: r.finished or 0).site}" if blocks else ""
     begun = f"; begun but not finished: {', '.join(open_sites[:4])}" if open_sites else ""
     more = f" and {len(open_sites) - 4} more" if len(open_sites) > 4 else ""
-    return f"{start}: {len(finished)} of {len(records)} site calls are complete{last}{begun}{more}"
+    return one_line(f"{start}: {len(finished)} of {len(records)} site calls are complete{last}{begun}{more}")
 
 
 def _free_memory() -> int:
