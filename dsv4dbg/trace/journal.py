@@ -64,7 +64,12 @@ class Journal:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         with contextlib.suppress(OSError):  # some cluster file systems have no locks; only "still running" is lost
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.append({"schema": SCHEMA, "version": VERSION, "manifest": manifest})
+        try:
+            self.append({"schema": SCHEMA, "version": VERSION, "manifest": manifest})
+        except OSError:
+            self.remove()
+            self.close()
+            raise
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one event. Raises OSError; the line is then cut short and will not count."""

@@ -90,7 +90,7 @@ class TraceWriter:
         self._tick = 0
         self._failure: DbgError | None = None
         self._closed = False
-        to_json(self.manifest)
+        to_json(self.manifest)  # raises, before there is a file, if JSON cannot hold it
         try:
             _make_way(self.path, overwrite)
             self._journal = Journal(journal_path(self.path), self.manifest)

@@ -89,6 +89,7 @@ def test_disk_full_at_every_write(tmp_path):
         else:
             assert re.fullmatch(r"cannot (create|write) \S+: No space left on device", error.value.message)
         check_remains(scenario, folder)
+        assert (folder / "run.h5").exists() or not journal_path(folder / "run.h5").exists()
 
 
 def test_disk_full_keeps_saying_so(tmp_path, monkeypatch):
