@@ -152,15 +152,15 @@ def _elements(candidate: Sums, reference: Sums | None) -> Clause:
 
 def _base(level: Level, found: Measured, reference: Sums | None) -> np.ndarray:
     """Mean square to start from: the reference's in this group or in its noisier groups (upper decile), at least the
-    derived 1; or, from CLUSTERS rows on, at least that of the reference's worst group and of the store alone."""
+    derived 1; or, from CLUSTERS rows on, that of the reference's worst group and of the store and functions alone."""
     n = level.total(found.shared["count"])
     if reference is None:
         return np.ones(n.shape)
     own = level.total(reference.z2) / np.maximum(n, 1)
     least = np.ones(n.shape)
     if len(found.shared["count"]) >= CLUSTERS:
-        stored = level.total(found.shared["stored"]) / np.maximum(n, 1)
-        least = np.minimum(1, np.maximum(own.max(initial=0.0), stored))
+        unavoidable = level.total(found.shared["least"]) / np.maximum(n, 1)
+        least = np.minimum(1, np.maximum(own.max(initial=0.0), unavoidable))
     return np.maximum(np.maximum(own, np.quantile(own, 0.9)), least)
 
 

@@ -18,7 +18,7 @@ Arrays are processed in blocks that stay in the cache, in float32 where the stor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from dsv4dbg.verdict.steps import Grid, as_float
 BLOCK = 1 << 15  # elements that are processed at a time: a dozen float32 arrays of this size fit into the L2 cache
 SEGMENT = 128  # most columns of a segment
 CONFIDENCE = 8.0  # standard deviations of the noise that a single element may be off, beside its rounding
-SHARED = ("count", "weight", "blur", "size", "chance", "leap", "stored")
+SHARED = ("count", "weight", "blur", "size", "chance", "leap", "least")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Noise:
 
     Attributes:
         rounded: from roundings to the activation dtype, relative.
-        summed: from float32 arithmetic, relative.
+        summed: from float32 arithmetic, relative; ``functions``: the part of it from elementary functions.
         mixed, terms: sizes of what the element was made from, ``[rows, 1]`` or ``[rows, columns]``.
         extra: rounding errors of the stored format that are allowed beside the one stored.
         jump: what a single step of a quantiser inside the op may move an element, relative to ``mixed``.
@@ -48,6 +48,7 @@ class Noise:
     terms: np.ndarray
     extra: float = 0.0
     jump: float = 0.0
+    functions: float = 4 * 2.0**-24
 
     @property
     def relative(self) -> float:
@@ -78,15 +79,18 @@ class Sums:
 
 @dataclass
 class Measured:
-    """What one pass finds. ``shared`` sums depend on the oracle only: ``count`` of judged elements, ``weight``,
-    ``blur`` = sum |O| a / sigma^2, ``size`` = sum O^2, ``chance`` = expected flips, ``stored`` = sum (h/sqrt 3 sigma)^2, ``leap`` = sum (jump / 2 sigma)^2: of one inner step, where a
-    channel has a quarter of the energy."""
+    """What one pass finds.
+
+    ``shared`` sums depend on the oracle only: ``count`` of judged elements, ``weight``, ``blur`` = sum |O| a/sigma^2,
+    ``size`` = sum O^2, ``chance`` = expected flips, ``least`` = share of the noise that no implementation avoids (the
+    store and elementary functions), ``leap`` = sum (jump/2 sigma)^2: one inner step of a channel that holds a quarter
+    of the energy.
+    """
 
     sums: list[Sums]
     shared: dict[str, np.ndarray]
     width: int
     columns: int
-    seconds: float = field(default=0.0, compare=False)
 
 
 def segment_width(columns: int) -> int:
@@ -127,7 +131,8 @@ def measure(values: list[np.ndarray], oracle: np.ndarray, grid: Grid, noise: Noi
                 jump = noise.mixed[part].astype(kind) * kind(noise.jump)
                 limit += jump
                 shared["leap"][part] = total(np.square(jump / (2 * sigma)))
-            shared["stored"][part] = total(np.square(h * kind(3**-0.5) / sigma))
+            least = h * kind(3**-0.5) + np.maximum(size, noise.terms[part].astype(kind)) * kind(noise.functions)
+            shared["least"][part] = total(np.square(least / sigma))
             weight = finite / sigma
             sign = np.sign(finite)
             shared["count"][part] = total(known.astype(kind))

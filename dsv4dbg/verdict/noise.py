@@ -103,4 +103,4 @@ def noise_of(
     if quantised:
         rounded = np.sqrt(rounded**2 + 1.6 * 0.045 * rounded)
     summed = (np.sqrt(terms_of(op, compare.terms, args)) + FUNCTIONS) * UNIT["f32"]
-    return Noise(float(rounded), float(summed), mixed, size, EXTRA, FP8_STEP * quantised)
+    return Noise(float(rounded), float(summed), mixed, size, EXTRA, FP8_STEP * quantised, FUNCTIONS * UNIT["f32"])

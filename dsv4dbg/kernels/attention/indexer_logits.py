@@ -163,7 +163,8 @@ def _(
         scores = np.maximum(q[t] @ keys.T, 0.0)
         # a dot that cancels has the error of its terms: of the size |q| |k| / sqrt(channels), as a random dot
         dots = np.outer(np.linalg.norm(q[t], axis=1), np.linalg.norm(keys, axis=1)) / np.sqrt(q.shape[-1])
-        logits[t, :count], terms[t, :count] = weights[t] @ scores, np.abs(weights[t]) @ (scores + dots)
+        logits[t, :count] = weights[t] @ scores
+        terms[t, :count] = np.sqrt(weights[t] ** 2 @ (scores**2 + dots**2))
     return {"logits": logits, "logits.terms": terms}
 
 

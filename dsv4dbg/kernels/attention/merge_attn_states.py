@@ -51,7 +51,7 @@ def _no_nan(call: Mapping[str, Any]) -> str | None:
     },
     outputs={"o": tensor("token head channel", "act f32"), "lse": tensor("token head", "f32")},
     compare={
-        "o": Dense(magnitude=("o_a", "o_b"), row="token head"),
+        "o": Dense(magnitude=("o.terms",), row="token head"),
         "lse": Dense(magnitude=("lse.terms",), roundings=0, row="token head"),
     },
     invariants=(
@@ -98,12 +98,14 @@ def _(
 ) -> dict[str, np.ndarray]:
     lse = np.logaddexp(lse_a, lse_b)
     total = lse if sink is None else np.logaddexp(lse, sink)
-    o = np.zeros_like(o_a)
+    o, terms = np.zeros_like(o_a), np.zeros_like(o_a)
     for part, part_lse in ((o_a, lse_a), (o_b, lse_b)):
         seen = part_lse != -np.inf
-        o[seen] += part[seen] * np.exp(part_lse[seen] - total[seen])[:, None]
+        weighted = part[seen] * np.exp(part_lse[seen] - total[seen])[:, None]
+        o[seen] += weighted
+        terms[seen] += np.abs(weighted)
     sizes = [np.where(np.isfinite(part), np.abs(part), 0) for part in (lse_a, lse_b)]
-    return {"o": o, "lse": lse, "lse.terms": 1 + np.maximum(*sizes)}
+    return {"o": o, "lse": lse, "o.terms": terms, "lse.terms": 1 + np.maximum(*sizes)}
 
 
 @merge_attn_states.examples

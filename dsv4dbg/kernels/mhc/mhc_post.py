@@ -33,7 +33,7 @@ def _bound(call: Mapping[str, Any]) -> str | None:
         "comb": tensor("token stream target", "f32", "the sum runs over the first stream dim"),
     },
     outputs={"mixed": tensor("token stream channel", "act")},
-    compare={"mixed": Dense(terms="stream", magnitude=("y", "streams"), row="token stream", more={"mhc_mix=act": 4})},
+    compare={"mixed": Dense(terms="stream", magnitude=("mixed.terms",), row="token stream", more={"mhc_mix=act": 4})},
     invariants=(finite("mixed"), Invariant("mixed within the sum of its terms' sizes", _bound)),
     switches=("mhc_mix",),
 )
@@ -64,8 +64,14 @@ def mhc_post(
 
 
 @mhc_post.oracle
-def _(y: np.ndarray, streams: np.ndarray, post: np.ndarray, comb: np.ndarray, *, numerics: Numerics) -> np.ndarray:
-    return np.einsum("tk,td->tkd", post, y) + np.einsum("tjk,tjd->tkd", comb, streams)
+def _(
+    y: np.ndarray, streams: np.ndarray, post: np.ndarray, comb: np.ndarray, *, numerics: Numerics
+) -> dict[str, np.ndarray]:
+    def mix(post: np.ndarray, y: np.ndarray, comb: np.ndarray, streams: np.ndarray) -> np.ndarray:
+        return np.einsum("tk,td->tkd", post, y) + np.einsum("tjk,tjd->tkd", comb, streams)
+
+    terms = mix(*map(np.abs, (post, y, comb, streams)))
+    return {"mixed": mix(post, y, comb, streams), "mixed.terms": terms}
 
 
 @mhc_post.examples
