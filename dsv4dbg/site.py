@@ -19,7 +19,7 @@ from dsv4dbg.errors import DbgError
 BLOCK = "block"  # the op name of a block boundary, where several ops' work is seen as one
 _LAYER = re.compile(r"^(?:L|mtp)(\d+)(?:\.|$)")
 _RANGE = re.compile(r"^L(\d+)-(\d+)(?=\.|$)")
-_NAME = re.compile(r"^(?:[a-z]+\d*/)?[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*$")
+_NAME = re.compile(r"^(?:[a-z]+\d*/)?[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,6 @@ class Pattern:
 
 def check_name(name: str) -> str:
     """Return ``name`` if it is a well-formed site name; raise otherwise (names come from files too)."""
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise DbgError(f"'{name[:80]}' is not a site name")
     return name

@@ -22,6 +22,13 @@ from dsv4dbg.site import Pattern
 @click.option("--tokens", default=None, metavar="IDS", help="Prompt as token ids: '1,2,3', or a file of them.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's turn.")
 @click.option("--decode", default=4, show_default=True, help="Decode steps after the prompt's own next token.")
+@click.option(
+    "--verify", type=click.IntRange(2, 8), default=None, metavar="N", help="Decode N tokens a step with drafts."
+)
+@click.option(
+    "--drafts", default=None, metavar="IDS", help="With --verify: draft ids or a file (default: the MTP block)."
+)
+@click.option("--workload", default=None, metavar="NAME|FILE", help="Instead of a prompt: coverage, or a JSON file.")
 @click.option("--chunk", type=click.IntRange(min=1), default=None, help="Prefill in pieces of this many tokens.")
 @click.option("--plan", default="*=torch", show_default=True, metavar="SPEC", help="Which implementation runs where.")
 @click.option("--plugin", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Load your kernels.")
@@ -39,7 +46,8 @@ from dsv4dbg.site import Pattern
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Trace file (default: in traces/).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def capture(
-    prompt: str | None, prompt_file: Path | None, tokens: str | None, chat: bool, decode: int, chunk: int | None,
+    prompt: str | None, prompt_file: Path | None, tokens: str | None, chat: bool, decode: int,
+    verify: int | None, drafts: str | None, workload: str | None, chunk: int | None,
     plan: str, plugin: tuple[Path, ...], sites: tuple[str, ...], layers: str | None, model: str, numerics: str,
     device: str, kv_cache: str | None, seed: int, measure: bool, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -48,17 +56,15 @@ def capture(
     \b
     dsv4dbg capture --prompt "The capital of France is"
     dsv4dbg capture --prompt "..." --plan 'op:rms_norm=mine' --plugin mine.py -o mine.h5
+    dsv4dbg capture --model wide --workload coverage --sites op:compress_insert
     dsv4dbg capture --model wide --tokens 1,2,3,4,5 --sites 'L2.attn.*' --sites op:moe_router
     """
-    given = [
-        name
-        for name, v in (("--prompt", prompt), ("--prompt-file", prompt_file), ("--tokens", tokens))
-        if v is not None
-    ]
+    prompts = (("--prompt", prompt), ("--prompt-file", prompt_file), ("--tokens", tokens), ("--workload", workload))
+    given = [name for name, value in prompts if value is not None]
     if len(given) != 1:
         raise DbgError(
             f"{' and '.join(given)} were both given" if given else "there is no prompt",
-            "give one of --prompt TEXT, --prompt-file FILE and --tokens IDS",
+            "give one of --prompt TEXT, --prompt-file FILE, --tokens IDS and --workload NAME",
         )
     from dsv4dbg.model import recording
 
@@ -67,6 +73,9 @@ def capture(
         tokens=_token_ids(tokens) if tokens is not None else (),
         chat=chat,
         decode=decode,
+        verify=verify,
+        drafts=_token_ids(drafts) if drafts is not None else None,
+        workload=workload,
         chunk=chunk,
         model=model,
         numerics=numerics,
@@ -87,11 +96,16 @@ def capture(
             "completion": done.completion, "completion_tokens": done.tokens, "prompt_tokens": len(done.prompt_tokens),
             "trace": str(done.path), "sites": done.sites, "bytes": done.bytes, "plan": done.plan,
             "fallbacks": done.fallbacks, "environment": done.environment, "seconds": done.seconds,
+            "regimes": done.regimes,
         }  # fmt: skip
         print_json("capture", document | ({"overhead": overhead} if overhead else {}))
         return
-    print(f"{prompt or ''}{done.completion}" if done.completion is not None else f"tokens {done.tokens}")
-    print()
+    if workload:
+        missed = [name for name, reached in done.regimes.items() if not reached]
+        print(f"workload {workload}: {len(done.regimes) - len(missed)} of {len(done.regimes)} regimes reached")
+        print("\n".join(f"  not reached: {name}" for name in missed))
+    else:
+        print(f"{prompt or ''}{done.completion}\n" if done.completion is not None else f"tokens {done.tokens}\n")
     rows = [
         ("trace", f"{done.path}  ({size(done.bytes)}, {done.sites:,} site calls)"),
         ("plan", done.plan),

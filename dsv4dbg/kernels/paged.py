@@ -35,33 +35,26 @@ class Cache:
         return self.data.shape[0] * self.layout.entries
 
 
-def _positions(cache: Cache, slots: torch.Tensor, field: int) -> torch.Tensor:
-    """Flat byte positions ``int64 [n, field bytes]`` of one field of the records at ``slots``."""
-    layout, slots = cache.layout, slots.long()
-    size = layout.fields[field]
-    base = layout.entries * sum(layout.fields[:field])
-    start = (slots // layout.entries) * cache.data.stride(0) + base + (slots % layout.entries) * size
-    return start[:, None] + torch.arange(size, device=slots.device)
-
-
-def _flat(cache: Cache) -> torch.Tensor:
-    pages, stride = cache.data.shape[0], cache.data.stride(0)
-    size = (pages - 1) * stride + cache.data.shape[1] if pages else 0
-    return cache.data.as_strided((size,), (1,))
+def _rows(cache: Cache, field: int) -> torch.Tensor:
+    """One field of all records, ``uint8 [page, entry, field bytes]``, a view of the buffer."""
+    layout = cache.layout
+    size, base = layout.fields[field], layout.entries * sum(layout.fields[:field])
+    return cache.data[:, base : base + layout.entries * size].unflatten(1, (layout.entries, size))
 
 
 def read_records(cache: Cache, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Fields of the records at ``slots`` (``int [n]``, all >= 0): one ``uint8 [n, field bytes]`` per field."""
-    flat = _flat(cache)
-    return tuple(flat[_positions(cache, slots, i)] for i in range(len(cache.layout.fields)))
+    page, entry = slots.long() // cache.layout.entries, slots.long() % cache.layout.entries
+    return tuple(_rows(cache, i)[page, entry] for i in range(len(cache.layout.fields)))
 
 
 def write_records(cache: Cache, slots: torch.Tensor, fields: tuple[torch.Tensor, ...]) -> None:
     """Store records at ``slots``; rows whose slot is -1 are not written."""
     keep = slots >= 0
-    flat, slots = _flat(cache), slots[keep]
+    slots = slots[keep].long()
+    page, entry = slots // cache.layout.entries, slots % cache.layout.entries
     for i, field in enumerate(fields):
-        flat[_positions(cache, slots, i)] = field[keep]
+        _rows(cache, i)[page, entry] = field[keep]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -155,4 +155,5 @@ def _row_by_row(op: Op, implementation: Implementation, kwargs: dict[str, Any]) 
         return None
     parts = [tuple(op.name_outputs(row).values()) for row in rows]
     joined = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    return joined if len(joined) > 1 else joined[0]
+    (only,) = joined[:1]
+    return joined if len(joined) > 1 else only

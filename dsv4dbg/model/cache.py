@@ -166,6 +166,7 @@ class CacheManager:
     ) -> None:
         self.format = fmt or CacheFormat()
         self.fill = fill
+        self.max_tokens = list(max_tokens)
         self.rollback_tokens = rollback
         self.kinds = cache_kinds(config, self.format, rollback)
         self.lengths = [0] * len(max_tokens)
@@ -215,6 +216,8 @@ class CacheManager:
     def reserve(self, sequence: int, new_tokens: int) -> int:
         """Make room for ``new_tokens`` more tokens of a sequence and count them; returns its old length."""
         start = self.lengths[sequence]
+        if start + new_tokens > self.max_tokens[sequence]:
+            raise DbgError(f"sequence {sequence} would grow to {start + new_tokens} tokens, {self.max_tokens[sequence]} were planned")
         for table in self.tables.values():
             table.reserve(sequence, start, start + new_tokens)
         self.lengths[sequence] = start + new_tokens

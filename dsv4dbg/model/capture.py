@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from dsv4dbg.kernels.paged import Cache, read_records
+from dsv4dbg.kernels.paged import Cache, read_records, write_records
 from dsv4dbg.kernels.table import Call
 from dsv4dbg.model.cache import CacheManager
 from dsv4dbg.model.weights import ModelWeights
@@ -137,21 +138,22 @@ class Capture:
         cache: Cache = call.args[arg]
         slots = call.args[slots_arg]
         slots = slots[slots >= 0]
-        records = torch.cat(read_records(cache, slots), dim=1).cpu().numpy()
-        offsets, changed = self._stray(cache, slots.cpu().numpy(), records)
-        return Mutation(slots.cpu().numpy().astype(np.int64), records, offsets, changed)
+        fields = read_records(cache, slots)
+        offsets, changed = self._stray(cache, slots, fields)
+        return Mutation(slots.cpu().numpy().astype(np.int64), torch.cat(fields, dim=1).cpu().numpy(), offsets, changed)
 
-    def _stray(self, cache: Cache, slots: np.ndarray, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that changed outside ``slots``; the shadow becomes a copy of the live buffer."""
-        shadow = self._shadow[cache.name]
-        changed = (shadow != cache.data).flatten().nonzero()[:, 0].cpu().numpy()
-        shadow.copy_(cache.data)
-        if len(changed):
-            owned = cache.layout.field_offsets(slots, cache.data.stride(0))
-            ours = [o[:, None] + np.arange(size) for o, size in zip(owned, cache.layout.fields, strict=True)]
-            changed = np.setdiff1d(changed, np.concatenate([o.ravel() for o in ours]))
-        values = cache.data.flatten()[torch.from_numpy(changed).to(cache.data.device)].cpu().numpy()
-        return changed, values
+    def _stray(
+        self, cache: Cache, slots: torch.Tensor, fields: tuple[torch.Tensor, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and values of bytes that changed outside ``slots``; the shadow becomes a copy of the live buffer."""
+        shadow = replace(cache, data=self._shadow[cache.name])
+        write_records(shadow, slots, fields)
+        if torch.equal(shadow.data, cache.data):
+            return np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        page, byte = (shadow.data != cache.data).nonzero(as_tuple=True)
+        values = cache.data[page, byte]
+        shadow.data.copy_(cache.data)
+        return (page * cache.data.stride(0) + byte).cpu().numpy(), values.cpu().numpy()
 
 
 def _block_dims(tensor: torch.Tensor) -> str:

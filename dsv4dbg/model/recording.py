@@ -22,8 +22,9 @@ from dsv4dbg.model.capture import Capture, cache_specs
 from dsv4dbg.model.checkpoint import Checkpoint, open_model
 from dsv4dbg.model.environment import environment
 from dsv4dbg.model.model import Model
-from dsv4dbg.model.run import Session, generate, open_device
+from dsv4dbg.model.run import Session, generate, open_device, speculate
 from dsv4dbg.model.weights import ModelWeights
+from dsv4dbg.model.workload import Workload, coverage, load_workload, regimes
 from dsv4dbg.plan import REFERENCE, Plan
 from dsv4dbg.site import BLOCK, Pattern, op_name
 from dsv4dbg.trace.writer import TraceWriter
@@ -37,6 +38,9 @@ class Request:
     tokens: tuple[int, ...] = ()
     chat: bool = False
     decode: int = 4
+    verify: int | None = None
+    drafts: tuple[int, ...] | None = None
+    workload: str | None = None
     chunk: int | None = None
     model: str = "tiny"
     numerics: str = "official"
@@ -55,6 +59,7 @@ class Recorded:
     Attributes:
         completion: text after the prompt (None when the model has no tokenizer); ``tokens`` are its ids.
         seconds: wall time of the forward with capture; ``capture_seconds`` of it went into writing.
+        regimes: for a workload, which regimes of the ops it reaches.
     """
 
     path: Path
@@ -68,6 +73,7 @@ class Recorded:
     environment: dict[str, Any]
     seconds: float
     capture_seconds: float
+    regimes: dict[str, bool]
 
 
 def prompt_ids(request: Request, checkpoint: Checkpoint) -> list[int]:
@@ -119,12 +125,36 @@ def load_model(request: Request) -> tuple[Checkpoint, Model, torch.device]:
     return checkpoint, Model(checkpoint.config, ModelWeights(checkpoint, device), profile(request.numerics)), device
 
 
-def open_session(request: Request, model: Model, device: torch.device, ids: Sequence[int]) -> Session:
-    """A session with room for the prompt and what is decoded after it."""
+def open_workload(name: str, checkpoint: Checkpoint) -> Workload:
+    """``coverage``, or a workload file."""
+    if name == "coverage":
+        return coverage(checkpoint.config)
+    return load_workload(Path(name), checkpoint.config.vocab_size)
+
+
+def open_session(
+    request: Request, model: Model, device: torch.device, ids: Sequence[int], workload: Workload | None = None
+) -> Session:
+    """A session with room for a workload, or for the prompt and what is decoded after it."""
+    per_step = request.verify or 1
+    room = len(ids) + (request.decode + 1) * per_step
     return Session(
-        model, max_tokens=[len(ids) + request.decode], step_tokens=request.chunk or len(ids), device=device,
+        model, max_tokens=workload.max_tokens if workload else [room],
+        step_tokens=workload.step_tokens if workload else max(request.chunk or len(ids), per_step), device=device,
         plan=request.plan, cache_format=CacheFormat.parse(request.kv_cache), seed=request.seed,
     )  # fmt: skip
+
+
+def run_request(
+    request: Request, session: Session, ids: Sequence[int], stop: int | None, workload: Workload | None = None
+) -> list[int]:
+    """Run what a request asks for; returns the completion's tokens (none for a workload)."""
+    if workload is not None:
+        session.run(workload)
+        return []
+    if request.verify is None:
+        return generate(session, ids, request.decode, request.chunk, stop)
+    return speculate(session, ids, request.decode, request.verify, request.drafts, request.chunk, stop)[0]
 
 
 def record(request: Request, path: Path) -> Recorded:
@@ -138,8 +168,9 @@ def record(request: Request, path: Path) -> Recorded:
         load_plugin(plugin)
     check_names(request.plan, request.sites)
     checkpoint, model, device = load_model(request)
-    ids = prompt_ids(request, checkpoint)
-    session = open_session(request, model, device, ids)
+    workload = open_workload(request.workload, checkpoint) if request.workload else None
+    ids = [] if workload else prompt_ids(request, checkpoint)
+    session = open_session(request, model, device, ids, workload)
     where = environment(device)
     manifest = {
         "model": request.model,
@@ -147,7 +178,7 @@ def record(request: Request, path: Path) -> Recorded:
         "weights": checkpoint.fingerprint,
         "numerics": request.numerics,
         "plan": str(request.plan),
-        "workload": {"decode": request.decode, "chunk": request.chunk},
+        "workload": workload.to_json() if workload else _steps(request),
         "prompt": request.prompt,
         "prompt_tokens": ids,
         "kv_cache": request.kv_cache,
@@ -160,9 +191,9 @@ def record(request: Request, path: Path) -> Recorded:
         capture = Capture(writer, session.manager, model.weights, request.sites)
         session.listen(capture)
         begin = time.perf_counter()
-        tokens = generate(session, ids, request.decode, request.chunk, stop)
+        tokens = run_request(request, session, ids, stop, workload)
         seconds = time.perf_counter() - begin
-        completion = _text(checkpoint, ids, tokens)
+        completion = _text(checkpoint, ids, tokens) if tokens else None
         fallbacks = {f"{op}={name}": reason for (op, name), reason in session.ops.fallbacks.items()}
         writer.close({"completion": completion, "completion_tokens": tokens, "fallbacks": fallbacks})
     if not capture.kept:
@@ -171,18 +202,27 @@ def record(request: Request, path: Path) -> Recorded:
         raise DbgError(f"no site matches {shown}", f"sites look like {', '.join(capture.examples)}")
     return Recorded(
         path, completion, tokens, ids, capture.kept, path.stat().st_size, str(request.plan), fallbacks, where, seconds,
-        capture.seconds,
+        capture.seconds, regimes(checkpoint.config, workload) if workload else {},
     )  # fmt: skip
 
 
 def measure(request: Request) -> float:
     """Seconds that the request's forward takes without capture."""
     checkpoint, model, device = load_model(request)
-    ids = prompt_ids(request, checkpoint)
-    session = open_session(request, model, device, ids)
+    workload = open_workload(request.workload, checkpoint) if request.workload else None
+    ids = [] if workload else prompt_ids(request, checkpoint)
+    session = open_session(request, model, device, ids, workload)
     begin = time.perf_counter()
-    generate(session, ids, request.decode, request.chunk, checkpoint.config.eos_token_id)
+    run_request(request, session, ids, checkpoint.config.eos_token_id, workload)
     return time.perf_counter() - begin
+
+
+def _steps(request: Request) -> dict[str, Any]:
+    """What a prompt's run was fed beside the prompt."""
+    return {
+        "decode": request.decode, "verify": request.verify, "chunk": request.chunk,
+        "drafts": list(request.drafts) if request.drafts is not None else None,
+    }  # fmt: skip
 
 
 def _text(checkpoint: Checkpoint, prompt: list[int], tokens: list[int]) -> str | None:

@@ -88,6 +88,8 @@ class Session:
             placement=placement,
         )  # fmt: skip
         self.rope = Rope.build(model.config, max(max_tokens, default=0) or 1, device)
+        self.last: StepResult | None = None
+        self._drafted = 0
         self.draft = draft and model.config.num_nextn_predict_layers > 0
         self.ops = OpTable(registry(), plan or Plan(), device, model.numerics, arch=device_arch(device))
 
@@ -107,11 +109,29 @@ class Session:
         ops, caches = self.ops.in_step(step.name), self.manager.caches
         logits, streams = self.model.forward(ops, inputs, self.rope, caches)
         if not self.draft:
-            return StepResult(inputs, logits, streams)
+            self.last = StepResult(inputs, logits, streams)
+            return self.last
         next_ids = following(logits) if following else shifted(step, most_likely(step, logits))
         after = torch.tensor(list(next_ids), dtype=torch.int64, device=self.device)
         draft, draft_streams = self.model.draft(ops, inputs, self.rope, caches, streams, after)
-        return StepResult(inputs, logits, streams, draft, draft_streams)
+        self.last = StepResult(inputs, logits, streams, draft, draft_streams)
+        return self.last
+
+    @torch.inference_mode()
+    def draft_step(self, token: int, next_id: int, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The MTP block alone on one more position of sequence 0, as step ``draft0``, ``draft1``...
+
+        Args:
+            token, next_id: the position's token and the one after it.
+            streams: ``act [1, hc_mult, hidden]`` of the position before, from this block.
+        Returns:
+            logits ``f32 [1, vocab]`` and the block's streams.
+        """
+        step = Step(f"draft{self._drafted}", (Chunk(0, (token,)),))
+        self._drafted += 1
+        inputs = prepare_step(step, self.manager, self.model.config.sliding_window, self.device)
+        after = torch.tensor([next_id], dtype=torch.int64, device=self.device)
+        return self.model.draft(self.ops.in_step(step.name), inputs, self.rope, self.manager.caches, streams, after)
 
     def run(self, workload: Workload, seen: Callable[[StepResult], None] | None = None) -> None:
         """Feed a workload, taking sequences back to what each verify step accepts; the MTP block gets the true tokens."""
@@ -184,3 +204,79 @@ def generate(
         result = session.step(Step(f"decode{number}", (Chunk(0, (completion[-1],)),)))
         completion.append(int(result.logits[-1].argmax()))
     return completion
+
+
+def speculate(
+    session: Session, prompt: Sequence[int], steps: int, count: int, drafts: Sequence[int] | None = None,
+    chunk: int | None = None, stop: int | None = None,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Greedy completion by verify steps of ``count`` tokens: the last token and ``count - 1`` drafts.
+
+    Args:
+        drafts: token ids to propose, ``count - 1`` for each step; without them the MTP block drafts.
+
+    Returns:
+        the completion, and how many of each step's tokens were accepted. The completion is that of `generate`.
+    """
+    if drafts is None and not session.draft:
+        raise DbgError("the model has no MTP block to draft with", "give token ids with --drafts FILE")
+    given = iter(drafts or ())
+    completion = generate(session, prompt, 0, chunk)
+    assert session.last is not None
+    proposed = _propose(session, session.last, -1, completion[-1], count - 1) if drafts is None else []
+    accepted: list[int] = []
+    for number in range(steps):
+        if completion[-1] == stop:
+            break
+        if drafts is not None:
+            proposed = [token for token, _ in zip(given, range(count - 1), strict=False)]
+        fed = (completion[-1], *proposed)
+        start, best = session.manager.lengths[0], list[int]()
+
+        def following(logits: torch.Tensor, fed: tuple[int, ...] = fed, best: list[int] = best) -> list[int]:
+            best += logits.argmax(-1).tolist()
+            return _corrected(fed, best)
+
+        result = session.step(Step(f"verify{number}", (Chunk(0, fed),), all_rows=True), following)
+        if not best:  # no MTP block ran
+            best += result.logits.argmax(-1).tolist()
+        kept = _agreed(fed, best)
+        session.manager.rollback(0, start + kept)
+        completion += best[:kept]
+        accepted.append(kept)
+        if drafts is None:
+            proposed = _propose(session, result, kept - 1, completion[-1], count - 1)
+    return completion, accepted
+
+
+def _agreed(fed: Sequence[int], best: Sequence[int]) -> int:
+    """How many fed tokens stay: the first, and drafts as long as each is what the model would have said."""
+    kept = 1
+    while kept < len(fed) and fed[kept] == best[kept - 1]:
+        kept += 1
+    return kept
+
+
+def _corrected(fed: Sequence[int], best: Sequence[int]) -> list[int]:
+    """The token after each row: the next one fed, but after the last accepted row what the model says."""
+    following, kept = [*fed[1:], best[-1]], _agreed(fed, best)
+    following[kept - 1] = best[kept - 1]
+    return following
+
+
+def _propose(session: Session, result: StepResult, row: int, token: int, count: int) -> list[int]:
+    """``count`` drafts after ``token`` from the MTP block, which goes on from its own streams after the first.
+
+    Args:
+        row: row of ``result`` that predicted ``token``.
+    """
+    assert result.draft is not None
+    assert result.draft_streams is not None
+    drafts, streams = [int(result.draft[row].argmax())], result.draft_streams[[row]]
+    start = session.manager.lengths[0]
+    for _ in range(count - 1):
+        logits, streams = session.draft_step(token, drafts[-1], streams)
+        token = drafts[-1]
+        drafts.append(int(logits[-1].argmax()))
+    session.manager.rollback(0, start)
+    return drafts[:count]

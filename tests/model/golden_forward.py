@@ -14,26 +14,26 @@ other, put the recording in its place:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from sites import Sites, put_in
 
 from dsv4dbg.kernels import formats, paged
 from dsv4dbg.kernels.attention.qnorm_rope_kv_insert import qnorm_rope_kv_insert
 from dsv4dbg.kernels.attention.sparse_core import read_rows
 from dsv4dbg.kernels.mhc.mhc_post import mhc_post
 from dsv4dbg.kernels.numerics import OFFICIAL, Numerics
-from dsv4dbg.kernels.registry import Implementation, Registry, registry
+from dsv4dbg.kernels.registry import registry
 from dsv4dbg.model.batch import Chunk, Step
 from dsv4dbg.model.checkpoint import open_model
 from dsv4dbg.model.model import Model
 from dsv4dbg.model.run import Session, StepResult
 from dsv4dbg.model.weights import ModelWeights
-from dsv4dbg.plan import Plan
 
 DATA = Path(__file__).parent / "data"
 CPU = torch.device("cpu")
@@ -64,21 +64,6 @@ class Recording:
         return ((bits[..., None] >> torch.arange(8)) & 1).flatten(-2).bool()
 
 
-class Sites:
-    """Listener that keeps the outputs of every site: step, then site name, then output name."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-
-    def before(self, call: Any) -> None: ...
-
-    def after(self, call: Any, outputs: Any) -> None:
-        self.boundary(call.site, {}, outputs)
-
-    def boundary(self, site: Any, inputs: Any, outputs: Any) -> None:
-        self.outputs.setdefault(site.step, {})[site.name] = dict(outputs)
-
-
 @dataclass
 class Along:
     """A run of ``model`` over a recording.
@@ -105,10 +90,7 @@ class Along:
             self.model, max_tokens=[length], step_tokens=len(self.recording.prompt), device=CPU, draft=False
         )
         self.session.listen(self.sites)
-        known = Registry(dict(registry().ops), dict(registry().implementations))
-        for op, function in self._implementations().items():
-            known.add(Implementation(op, "recorded", function))
-        self.session.ops = replace(self.session.ops, registry=known, plan=Plan.parse("*=recorded"))
+        put_in(self.session, self._implementations())
         self._step = ""
         self._sublayers: list[torch.Tensor | None] = []  # what mhc_post takes next
         self._csa_layers: list[int] = []  # whose selection indexer_topk takes next
