@@ -102,7 +102,7 @@ def _worst(name: str, value: np.ndarray, limit: np.ndarray, level: Level, source
     with np.errstate(all="ignore"):
         excess = np.where(value > 0, value / limit, 0.0)
     index = int(np.argmax(np.where(np.isnan(excess), np.inf, excess)))
-    label = "" if level.name == "" else f" of a {level.name}" if level.name != "tensor" else " of the tensor"
+    label = f" of the {level.name}" if level.name == "tensor" else f" of a {level.name}" if level.name else ""
     return Clause(
         name + label, float(value.flat[index]), float(np.broadcast_to(limit, value.shape).flat[index]), source,
         level.where(index, value.shape),
@@ -134,11 +134,10 @@ def clauses(
 
 
 def _broken(candidate: Sums) -> Clause:
-    level = LEVELS[0]
     source = "finite where the oracle is, and its infinities"
     if not candidate.broken.size:
-        return Clause("not finite", 0.0, 0.0, source, {})
-    return _worst("not finite", candidate.broken, np.zeros(()), level, source)
+        return Clause("values that are not finite", 0.0, 0.0, source, {})
+    return _worst("values that are not finite", candidate.broken, np.zeros(()), Level("", 1, 1), source)
 
 
 def _elements(candidate: Sums, reference: Sums | None) -> Clause:
@@ -147,7 +146,7 @@ def _elements(candidate: Sums, reference: Sums | None) -> Clause:
         row = reference.worst.max(axis=1, keepdims=True)
         limit = np.maximum(limit, np.where(row > 1, FACTOR * row, 1))
     source = f"half a step + allowed roundings + {CONFIDENCE:g} a, or {FACTOR:g} x the reference's excess in the row"
-    return _worst("error of an element", candidate.worst, limit, Level("segment", 1, 1), source)
+    return _worst("error of an element", candidate.worst, limit, Level("", 1, 1), source)
 
 
 def _base(level: Level, found: Measured, reference: Sums | None) -> np.ndarray:

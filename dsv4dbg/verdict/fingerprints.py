@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def bad_segments(found: Measured, sums: Sums) -> np.ndarray:
 
 def fingerprints(
     v: Values, found: Measured, sums: Sums, broken: list[Clause], context: Mapping[str, Any]
-) -> Iterator[str] | list[str]:
+) -> list[str]:
     """Sentences, the most telling first."""
     bad = bad_segments(found, sums)
     if not bad.any():
@@ -132,22 +132,22 @@ def _moved(v: Values, found: Measured, bad: np.ndarray) -> str:
 
 
 def _where(v: Values, bad: np.ndarray, context: Mapping[str, Any]) -> list[str]:
-    rows, count = np.flatnonzero(bad.any(axis=1)), len(bad)
-    zero = not as_float(v.candidate)[rows].any()
+    """Along every dim: where wrong segments lie, if not everywhere."""
     found = []
-    if count > 1 and len(rows) < count:
-        if len(rows) == 1:
-            found.append("only the last row" if rows[0] == count - 1 else f"only row {rows[0]} of {count}")
-        elif np.array_equal(rows, np.arange(rows[0], count)):
-            found.append(f"only rows from {rows[0]} on" + (", exact zeros there" if zero else ""))
-        else:
-            found += _phase(rows, count, context)
-    segments = np.flatnonzero(bad.any(axis=0))
-    if bad.shape[1] > 1 and len(segments) < bad.shape[1]:
-        if np.array_equal(segments, np.arange(segments[0], bad.shape[1])) and len(segments) > 1:
-            found.append(f"only heads or column blocks from {segments[0]} on")
-        elif len(segments) == 1:
-            found.append(f"only head or column block {segments[0]} of {bad.shape[1]}")
+    dims = dict(v.axes.rows) if np.prod(list(v.axes.rows.values())) == len(bad) else {"row": len(bad)}
+    mask = bad.reshape(*dims.values(), bad.shape[1])
+    dims["head or column block" if "head" not in dims else "column block"] = bad.shape[1]
+    for axis, (name, size) in enumerate(dims.items()):
+        at = np.flatnonzero(mask.any(axis=tuple(i for i in range(mask.ndim) if i != axis)))
+        if size < 2 or len(at) == size:
+            continue
+        if len(at) == 1:
+            found.append(f"only the last {name}" if at[0] == size - 1 else f"only {name} {at[0]} of {size}")
+        elif np.array_equal(at, np.arange(at[0], size)):
+            zero = axis == 0 and not as_float(v.candidate).reshape(size, -1)[at].any()
+            found.append(f"only {name}s from {at[0]} on" + (", exact zeros there" if zero else ""))
+        elif axis == 0:
+            found += _phase(at, size, context)
     return found
 
 

@@ -81,11 +81,11 @@ def judge_values(v: Values, context: Mapping[str, Any] | None = None) -> OutputJ
         tail = "nowhere worse than the reference" if nowhere_worse else _closest(tests)
         text = f"{v.name} has {numbers['candidate sigma']:.2f} of the derived noise, {tail}"
         return OutputJudgement(v.name, v.kind, verdict, text, numbers, tuple(tests), {}, flips)
-    worst = next((c for c in broken if c.name.startswith("not finite")), None) or max(broken, key=lambda c: c.excess)
+    worst = broken[0]  # tests are ordered from single elements to the tensor: the first one says most exactly where
     at = coordinates(worst, v, found)
     marks = fingerprints(v, found, candidate, broken, context or {})
     text = f"{v.name}: {worst.name} is {worst.value:.3g}, at most {worst.limit:.3g} is explained{place(at)}"
-    text += f"; {marks[0]}" if marks else ""
+    text += "".join(f"; {mark}" for mark in marks[:2])
     return OutputJudgement(
         v.name, v.kind, Verdict.DIVERGED, text, numbers, tuple(tests), at, flips, tuple(marks)
     )  # fmt: skip
