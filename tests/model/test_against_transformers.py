@@ -46,7 +46,7 @@ CONFIGS = {
     "pro": PRO,
     "narrow heads, short yarn": Sizes(
         "hhchc", hca=16, head_dim=64, rope=32, index_dim=32, heads=8, groups=8, topk=8, experts=16, chosen=4,
-        theta=(1e4, 1e3), yarn=(4.0, 64, 8.0, 1.0),
+        theta=(1e4, 1e3), yarn=(4.0, 128, 8.0, 1.0),
     ),
     "head_dim 512, two streams, large eps": Sizes(
         "cwh", head_dim=512, heads=2, groups=1, index_dim=128, streams=2, iters=3, hc_eps=1e-3, norm_eps=1e-2,
