@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dsv4dbg.compare import Codes, Dense, Exact, IndexSet, Records, Routing, RoutingWeights, Scales
+from dsv4dbg.compare import Codes, Dense, IndexSet, Records, Routing, Scales
 from dsv4dbg.kernels import formats, paged
 from dsv4dbg.kernels.arrays import CacheArray, copied, to_array, to_arrays
 from dsv4dbg.kernels.contract import Op
@@ -217,7 +217,8 @@ def _dense_faults(c: Case, name: str, compare: Any, rng: np.random.Generator) ->
     if not x.size or rows < 2:
         return
     flat = x.reshape(rows, -1)
-    row, size = int(rng.integers(rows)), float(np.sqrt(np.mean(np.where(np.isfinite(x), x, 0) ** 2))) or 1.0
+    loud = np.flatnonzero((np.abs(np.nan_to_num(flat)) > 1e-3).any(axis=1))
+    row, size = int(rng.choice(loud)) if len(loud) else 0, float(np.sqrt(np.mean(np.where(np.isfinite(x), x, 0) ** 2))) or 1.0
 
     def changed(index: Any, value: Any) -> dict[str, np.ndarray]:
         y = flat.copy()
@@ -337,13 +338,16 @@ def _record_faults(c: Case, name: str, rng: np.random.Generator) -> Iterator[Mut
     if not len(slots):
         return
     records = layout.read(after, slots)
+    real = np.flatnonzero(np.isfinite(c.oracle[name]).all(axis=1) & (np.abs(c.oracle[name]) > 1e-3).any(axis=1))
+    if not len(real):
+        return
 
     def changed(at: np.ndarray, rows: np.ndarray) -> dict[str, CacheArray]:
         data = after.copy()
         layout.write(data, at, rows)
         return {name: CacheArray(data, layout)}
 
-    i = int(rng.integers(len(slots)))
+    i = int(rng.choice(real))
     one = slots[i : i + 1]
     yield "a stale slot", changed(one, layout.read(before, one))
     yield "a record is zero", changed(one, np.zeros_like(records[i : i + 1]))
@@ -376,4 +380,4 @@ def effective(c: Case, candidate: Outputs) -> bool:
     return False
 
 
-__all__ = ["CLEAN", "Case", "Exact", "RoutingWeights", "case", "effective", "mutants", "run"]
+__all__ = ["CLEAN", "Case", "case", "effective", "mutants", "run"]

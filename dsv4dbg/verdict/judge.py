@@ -86,7 +86,7 @@ def _output(
     numerics: Any,
 ) -> OutputJudgement:  # fmt: skip
     if isinstance(compare, Records):
-        return quantised.judge_records(op, name, compare, args, reference, candidate, oracle)
+        return quantised.judge_records(op, name, compare, args, reference, candidate, oracle, numerics)
     c, r = np.asarray(candidate[name]), None if reference is None else np.asarray(reference[name])
     if r is not None and (c.shape != r.shape or c.dtype != r.dtype):
         text = f"{name} is {c.dtype} {c.shape}, the reference's is {r.dtype} {r.shape}"

@@ -9,7 +9,7 @@ What is summed:
     bias  sum sign(O) e/sigma       mean 0; truncation gives -0.87 n (e is -h on average, sigma = h/sqrt 3)
     shift sum e/sigma               mean 0; rounding to -inf gives -0.87 n
     fit   sum O e/sigma^2           with weight = sum O^2/sigma^2, fit/weight is the best-fit scale minus one
-    worst largest |e| / (h + extra + CONFIDENCE a)
+    worst largest |e| / (h (1 + extra) + CONFIDENCE a)
     flips how often |e| > h: not the nearest stored value to O
     turns flips away from zero minus flips toward it
 
@@ -39,6 +39,8 @@ class Noise:
         summed: from float32 arithmetic, relative; ``functions``: the part of it from elementary functions.
         mixed, terms: sizes of what the element was made from, ``[rows, 1]`` or ``[rows, columns]``.
         extra: rounding errors of the stored format that are allowed beside the one stored.
+        worst: largest error from roundings in units of ``rounded``: sqrt(3 k) for k roundings of the value itself,
+            each at most u = rounded sqrt(3 / k); CONFIDENCE where errors of many values are mixed.
         jump: what a single step of a quantiser inside the op may move an element, relative to ``mixed``.
     """
 
@@ -49,17 +51,22 @@ class Noise:
     extra: float = 0.0
     jump: float = 0.0
     functions: float = 4 * 2.0**-24
+    worst: float = CONFIDENCE
 
     @property
     def relative(self) -> float:
         return self.rounded + self.summed
 
-    def at(self, rows: slice, size: np.ndarray) -> np.ndarray:
+    def at(self, rows: slice, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Standard deviation ``a`` and largest error ``CONFIDENCE a`` (with ``worst`` for roundings) of elements."""
         kind = size.dtype.type
         a = np.maximum(size, self.terms[rows].astype(size.dtype, copy=False)) * kind(self.summed)
+        largest = a * kind(CONFIDENCE)
         if self.rounded:
-            a += np.maximum(size, self.mixed[rows].astype(size.dtype, copy=False)) * kind(self.rounded)
-        return a
+            part = np.maximum(size, self.mixed[rows].astype(size.dtype, copy=False)) * kind(self.rounded)
+            a += part
+            largest += part * kind(self.worst)
+        return a, largest
 
 
 @dataclass
@@ -124,9 +131,9 @@ def measure(values: list[np.ndarray], oracle: np.ndarray, grid: Grid, noise: Noi
             all_known = bool(known.all())
             finite, h = (o, h) if all_known else (np.where(known, o, 0), np.where(known, h, 1))
             size = np.abs(finite)
-            a = noise.at(part, size)
+            a, largest = noise.at(part, size)
             sigma = h * kind(3**-0.5) + a
-            limit = h * kind(1 + noise.extra) + a * kind(CONFIDENCE)
+            limit = h * kind(1 + noise.extra) + largest
             if noise.jump:
                 jump = noise.mixed[part].astype(kind) * kind(noise.jump)
                 limit += jump

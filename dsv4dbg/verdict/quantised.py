@@ -150,8 +150,9 @@ def judge_scales(
 
 
 def judge_records(
-    op: Any, name: str, compare: Records, args: Arrays, reference: Arrays | None, candidate: Arrays, oracle: Arrays
-) -> OutputJudgement:
+    op: Any, name: str, compare: Records, args: Arrays, reference: Arrays | None, candidate: Arrays, oracle: Arrays,
+    numerics: Any,
+) -> OutputJudgement:  # fmt: skip
     before, layout = args[name], args[name].layout
     slots = np.asarray(args[op.mutates[name]]).astype(np.int64).reshape(-1)
     data, old = (np.ascontiguousarray(x.data) for x in (candidate[name], before))
@@ -168,6 +169,11 @@ def judge_records(
     if fault:
         return fault
     noise = _noise(op, compare.roundings, compare.terms, args, flat, True)
+    pooled = "compressor_pool" in op.switches and getattr(numerics, "compressor_pool", "f32") == "act"
+    if layout.kind == "kv" and not pooled:  # channels by themselves, rope channels in pairs: bounds that are sure
+        pairs = np.repeat(np.hypot(flat[:, 0::2], flat[:, 1::2]), 2, axis=1)
+        pairs[:, : layout.channels - layout.rope_channels] = 0
+        noise = replace(noise, mixed=pairs, worst=float(np.sqrt(3 * max(compare.roundings, 1))))
     grid = record_grid(flat, layout, CONFIDENCE * noise.relative, simulated)
     with np.errstate(all="ignore"):
         c = record_values(written, layout)

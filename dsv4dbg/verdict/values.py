@@ -75,12 +75,15 @@ def judge_values(v: Values, context: Mapping[str, Any] | None = None) -> OutputJ
     numbers = _errors(found, candidate, reference)
     flips = _flips(tests, candidate)
     broken = [c for c in tests if not c.holds]
+    hidden = _hidden(v, found)
     if not broken:
-        nowhere_worse = reference is not None and _nowhere_worse(candidate, reference)
+        nowhere_worse = reference is not None and not hidden and _nowhere_worse(candidate, reference)
         verdict = Verdict.PASS if nowhere_worse else Verdict.ROUNDING
         tail = "nowhere worse than the reference" if nowhere_worse else _closest(tests)
         text = f"{v.name} has {numbers['candidate sigma']:.2f} of the derived noise, {tail}"
-        return OutputJudgement(v.name, v.kind, verdict, text, numbers, tuple(tests), {}, flips)
+        text += f"; finite in {hidden} elements where the reference is not" if hidden else ""
+        notes = {"finite where the reference is not": hidden} if hidden else {}
+        return OutputJudgement(v.name, v.kind, verdict, text, numbers, tuple(tests), {}, flips, notes=notes)
     worst = broken[0]  # tests are ordered from single elements to the tensor: the first one says most exactly where
     at = coordinates(worst, v, found)
     marks = fingerprints(v, found, candidate, broken, context or {})
@@ -89,6 +92,14 @@ def judge_values(v: Values, context: Mapping[str, Any] | None = None) -> OutputJ
     return OutputJudgement(
         v.name, v.kind, Verdict.DIVERGED, text, numbers, tuple(tests), at, flips, tuple(marks)
     )  # fmt: skip
+
+
+def _hidden(v: Values, found: Measured) -> int:
+    """Elements that the oracle leaves open (NaN) and the reference made NaN or inf, finite in the candidate."""
+    if v.reference is None or found.shared["count"].sum() == v.oracle.size:
+        return 0
+    c, r = (np.isfinite(as_float(x)) for x in (v.candidate, v.reference))
+    return int((c & ~r & np.isnan(v.oracle)).sum())
 
 
 def place(at: Mapping[str, Any]) -> str:
@@ -131,24 +142,25 @@ def _decisions(v: Values, found: Measured) -> Clause:
     at = {}
     if count:
         row, column = np.argwhere(wrong)[0]
-        at = {"row": int(row), "segment": int(column) // found.width}
+        at = {"row": int(row), "column": int(column)}
     return Clause("other codes than exact inputs give", count, 0.0, "inputs of the quantiser are exact", at)
 
 
 def coordinates(clause: Clause, v: Values, found: Measured) -> dict[str, int]:
-    """Coordinates by dim name; inside a segment those of the element with the largest error."""
-    at = clause.at
-    if "row" not in at and "segment" not in at:
-        return {}
-    if "row" not in at:
-        return v.axes.column(at["segment"] * found.width)
-    result = v.axes.row(at["row"])
+    """Coordinates by dim name; inside a segment those of the element that is furthest beyond its own limit."""
+    at, width = clause.at, found.width
+    result = v.axes.row(at["row"]) if "row" in at else {}
+    if "column" in at:
+        return result | v.axes.column(at["column"])
     if "segment" not in at:
         return result
-    if clause.name.endswith("of a tile"):
-        return result | v.axes.column(at["segment"] * found.width)
-    columns = slice(at["segment"] * found.width, (at["segment"] + 1) * found.width)
+    first = at["segment"] * width
+    if "row" not in at or clause.name.endswith("of a tile"):
+        return result | v.axes.column(first)
+    row = slice(at["row"], at["row"] + 1)
     with np.errstate(all="ignore"):
-        apart = np.abs(as_float(v.candidate[at["row"], columns]).astype(np.float64) - v.oracle[at["row"], columns])
-    apart = np.where(np.isnan(apart), np.inf, apart)
-    return result | v.axes.column(columns.start + int(apart.argmax()))
+        o = v.oracle[row].astype(np.float64)
+        limit = v.grid.half(row, o) * (1 + v.noise.extra) + v.noise.at(row, np.abs(o))[1]
+        apart = np.abs(as_float(v.candidate[row]).astype(np.float64) - o) / limit
+    apart = np.where(np.isfinite(apart), apart, np.inf)[0, first : first + width]
+    return result | v.axes.column(first + int(apart.argmax()))
