@@ -225,13 +225,19 @@ def batch_invariance(setting: Setting, sequences: Sequence[Sequence[int]], seed:
         return outcome(setting.session(lengths, step_tokens), sequences, [step for step in steps if step])
 
     def alone() -> Outcome:
-        session = setting.session(lengths, step_tokens)
-        return outcome(session, sequences, [[(s, piece)] for s, part in enumerate(parts) for piece in part])
+        logits, records = [], {}
+        for s, part in enumerate(parts):
+            single = outcome(
+                setting.session([lengths[s]], step_tokens), [sequences[s]], [[(0, piece)] for piece in part]
+            )
+            logits += single.logits
+            records |= {(cache, s): found for (cache, _), found in single.records.items()}
+        return Outcome(logits, records)
 
-    single = alone()
+    base = alone()
     orders = {"in order": list(range(len(sequences))), "shuffled": rng.permutation(len(sequences)).tolist()}
     return _first(
-        compare("batch invariance", case, single, together(order), setting.tolerance) for case, order in orders.items()
+        compare("batch invariance", case, base, together(order), setting.tolerance) for case, order in orders.items()
     )
 
 

@@ -200,8 +200,12 @@ class CacheManager:
     def _pool(self, name: str, kind: str, device: torch.device) -> Cache:
         table = self.tables[kind]
         self.kind_of[name] = kind
-        # zeros, not full: untouched pages of a huge pool then cost no host memory
-        data = torch.zeros(table.num_pages, table.kind.layout.page_bytes, dtype=torch.uint8, device=device)
+        shape = (table.num_pages, table.kind.layout.page_bytes)
+        if device.type == "cpu":
+            # numpy's zeros, not torch's: untouched pages of a huge pool then cost no memory
+            data = torch.from_numpy(np.zeros(shape, np.uint8))
+        else:
+            data = torch.zeros(shape, dtype=torch.uint8, device=device)
         return Cache(name, data.fill_(self.fill) if self.fill else data, table.kind.layout)
 
     def all_caches(self) -> Iterable[Cache]:

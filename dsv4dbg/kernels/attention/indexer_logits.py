@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from dsv4dbg.compare import Dense
 from dsv4dbg.kernels import formats, oracle, paged, samples
@@ -19,6 +20,7 @@ from dsv4dbg.kernels.oracle import OracleCache
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.pages import FP4_GROUP, index_layout, kv_data_bytes
 
+KEYS = 64  # entries that are scored at a time
 PRODUCTS_AT_ONCE = 1 << 24  # elements of token x head x entry held at a time
 
 
@@ -38,6 +40,11 @@ def read_keys(index_cache: Cache, slots: torch.Tensor) -> tuple[torch.Tensor, to
         return paged.read(index_cache, slots, torch.float32), None
     codes, scale = paged.read_records(index_cache, slots)
     return formats.fp8_decode(codes, layout.dialect), scale.contiguous().view(torch.float32).squeeze(-1)
+
+
+def _padded(keys: torch.Tensor) -> torch.Tensor:
+    """Filled up with zeros to KEYS rows, so that a score's bits do not depend on how many keys are scored with it."""
+    return F.pad(keys, (0, 0) * (keys.dim() - 1) + (0, KEYS - len(keys)))
 
 
 def score(
@@ -129,11 +136,17 @@ def indexer_logits(
         seen = columns[:count]
         slots = index_table[row, seen // entries].long() * entries + seen % entries
         keys, key_factor = read_keys(index_cache, slots)
-        for part in tokens.split(max(1, PRODUCTS_AT_ONCE // (count * q.shape[1]))):
-            scores = score(
-                values[part], None if factor is None else factor[part], keys, key_factor, weights[part], numerics
-            )
-            logits[part, :count] = torch.where(seen < lens[part, None], scores, -torch.inf)
+        for part in tokens.split(max(1, PRODUCTS_AT_ONCE // (KEYS * q.shape[1]))):
+            for start in range(0, count, KEYS):
+                block = (
+                    _padded(keys[start : start + KEYS]),
+                    None if key_factor is None else _padded(key_factor[start : start + KEYS]),
+                )
+                scores = score(values[part], None if factor is None else factor[part], *block, weights[part], numerics)
+                stop = min(start + KEYS, count)
+                logits[part, start:stop] = torch.where(
+                    seen[start:stop] < lens[part, None], scores[:, : stop - start], -torch.inf
+                )
     return logits
 
 
