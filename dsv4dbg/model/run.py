@@ -6,6 +6,7 @@ of steps; which kernels run is the plan's business, what is recorded the listene
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -229,7 +230,7 @@ def speculate(
         if completion[-1] == stop:
             break
         if drafts is not None:
-            proposed = [token for token, _ in zip(given, range(count - 1), strict=False)]
+            proposed = list(itertools.islice(given, count - 1))
         fed = (completion[-1], *proposed)
         start, best = session.manager.lengths[0], list[int]()
 
