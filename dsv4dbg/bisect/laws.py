@@ -8,8 +8,8 @@ end (window, compressed entries, indexer keys, compressor states), in logical or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ class Setting:
 
     model: Model
     device: torch.device
-    plan: Plan = Plan()
-    cache_format: CacheFormat = CacheFormat()
+    plan: Plan = field(default_factory=Plan)
+    cache_format: CacheFormat = field(default_factory=CacheFormat)
     row_wise: bool = True
     tolerance: float = 0.0  # largest difference of logits, relative to the largest logit of the row
 
@@ -266,5 +266,5 @@ def block_permutation(setting: Setting, tokens: Sequence[int], high: bool = Fals
     return _first(compare("block permutation", case, base, run(placement)) for case, placement in placements.items())
 
 
-def _first(differences) -> Difference | None:
+def _first(differences: Iterable[Difference | None]) -> Difference | None:
     return next((d for d in differences if d is not None), None)

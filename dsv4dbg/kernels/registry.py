@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -26,6 +26,7 @@ from dsv4dbg.site import op_name
 
 ENTRY_POINTS = "dsv4dbg.implementations"
 Supports = Callable[..., str | None]
+Shapes = Callable[[], Iterable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Implementation:
         function: takes the reference's arguments.
         supports: ``supports(device, arch, args)`` returns None, or the reason why it cannot run.
         prepare: runs once per layer on the op's weights and returns what ``function`` gets as ``prepared``.
+        shapes: yields arguments at model sizes, on the meta device, for which kernels are compiled offline.
     """
 
     op: str
@@ -43,6 +45,7 @@ class Implementation:
     function: Callable[..., Any]
     supports: Supports | None = None
     prepare: Callable[..., Any] | None = None
+    shapes: Shapes | None = None
 
     def why_not(self, device: torch.device, arch: str, args: dict[str, Any]) -> str | None:
         return self.supports(device, arch, args) if self.supports else None
@@ -90,12 +93,17 @@ _pending: list[Implementation] = []
 
 
 def implements(
-    op: str, name: str, *, supports: Supports | None = None, prepare: Callable[..., Any] | None = None
+    op: str,
+    name: str,
+    *,
+    supports: Supports | None = None,
+    prepare: Callable[..., Any] | None = None,
+    shapes: Shapes | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function, which has the reference's signature, as implementation ``name`` of ``op``."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _pending.append(Implementation(op_name(op), name, function, supports, prepare))
+        _pending.append(Implementation(op_name(op), name, function, supports, prepare, shapes))
         return function
 
     return register
@@ -138,7 +146,8 @@ def load_plugin(path: Path) -> list[Implementation]:
     if not path.is_file():
         raise DbgError(f"plug-in {path} is not a file")
     spec = importlib.util.spec_from_file_location(f"dsv4dbg_plugin_{path.stem}", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     before = set(registry().implementations)

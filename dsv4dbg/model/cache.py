@@ -76,7 +76,7 @@ def state_kind(ratio: int, name: str = "state") -> str:
 
 
 def cache_kinds(config: ModelConfig, fmt: CacheFormat, rollback: int) -> dict[str, CacheKind]:
-    """Kinds that the configuration needs, by name: ``window``, ``entries4``, ``state4``, ``index4``, ``index_state4``..."""
+    """Kinds that the configuration needs, by name: ``window``, and per ratio ``entries4``, ``state4``, ``index4``..."""
     d, r = config.head_dim, config.qk_rope_head_dim
     align = kv_data_bytes(d, r)
     window = kv_layout(fmt.kv, fmt.window_dialect, d, r, min(WINDOW_ENTRIES, config.sliding_window))
@@ -221,7 +221,10 @@ class CacheManager:
         """Make room for ``new_tokens`` more tokens of a sequence and count them; returns its old length."""
         start = self.lengths[sequence]
         if start + new_tokens > self.max_tokens[sequence]:
-            raise DbgError(f"sequence {sequence} would grow to {start + new_tokens} tokens, {self.max_tokens[sequence]} were planned")
+            raise DbgError(
+                f"sequence {sequence} would grow to {start + new_tokens} tokens, "
+                f"{self.max_tokens[sequence]} were planned"
+            )
         for table in self.tables.values():
             table.reserve(sequence, start, start + new_tokens)
         self.lengths[sequence] = start + new_tokens

@@ -97,7 +97,8 @@ def _check_dialect(device: torch.device, dialect: str) -> str | None:
         return f"byte 0x{code:02x} decodes to {decoded[code].item()}, not {expected[code].item()}"
     if not torch.equal(back, codes[finite]):
         first = int((back != codes[finite]).nonzero()[0])
-        return f"{expected[finite][first].item()} encodes to 0x{int(back[first]):02x}, not 0x{int(codes[finite][first]):02x}"
+        value, got, wanted = expected[finite][first].item(), int(back[first]), int(codes[finite][first])
+        return f"{value} encodes to 0x{got:02x}, not 0x{wanted:02x}"
     return None
 
 

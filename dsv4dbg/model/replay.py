@@ -64,10 +64,8 @@ def load_call(trace: Trace, record: SiteRecord, weights: ModelWeights | None, de
         DbgError: the trace lacks something, the weights are not at hand or are not the trace's.
     """
     op = registry().op(record.site.op)
-    missing = [
-        name for name, arg in op.args.items()
-        if not arg.optional and not any(name in part for part in (record.inputs, record.weights, record.caches, record.attrs))
-    ]  # fmt: skip
+    known = {*record.inputs, *record.weights, *record.caches, *record.attrs}
+    missing = [name for name, arg in op.args.items() if not arg.optional and name not in known]
     if missing:
         raise DbgError(
             f"the trace has no {' and no '.join(missing)} for {record.site}",

@@ -135,7 +135,10 @@ class Session:
         return self.model.draft(self.ops.in_step(step.name), inputs, self.rope, self.manager.caches, streams, after)
 
     def run(self, workload: Workload, seen: Callable[[StepResult], None] | None = None) -> None:
-        """Feed a workload, taking sequences back to what each verify step accepts; the MTP block gets the true tokens."""
+        """Feed a workload, taking sequences back to what each verify step accepts.
+
+        The MTP block is fed the tokens that truly follow.
+        """
         ahead = _tokens_ahead(workload)
         for step, feeds in workload:
             result = self.step(step, following=lambda _, n=step.name: ahead[n])

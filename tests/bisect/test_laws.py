@@ -23,17 +23,37 @@ from dsv4dbg.plan import Plan
 
 CPU = torch.device("cpu")
 SMALL = replace(
-    wide_config(), vocab_size=256, hidden_size=128, num_attention_heads=2, head_dim=128, q_lora_rank=128, o_groups=1,
-    o_lora_rank=128, moe_intermediate_size=128, n_routed_experts=4, num_experts_per_tok=2, index_n_heads=2, index_topk=3,
-    sliding_window=8, hca_ratio=16, compress_ratios=(4, 16, 4, 0, 0), num_hash_layers=1,
-)  # fmt: skip
+    wide_config(),
+    vocab_size=256,
+    hidden_size=128,
+    num_attention_heads=2,
+    head_dim=128,
+    q_lora_rank=128,
+    o_groups=1,
+    o_lora_rank=128,
+    moe_intermediate_size=128,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    index_n_heads=2,
+    index_topk=3,
+    sliding_window=8,
+    hca_ratio=16,
+    compress_ratios=(4, 16, 4, 0, 0),
+    num_hash_layers=1,
+)
 SCALED = {
     "small": SMALL,
     "pro-like": replace(SMALL, compress_ratios=(16, 16, 4, 16, 0), index_topk=2, sliding_window=12),
     "four groups": replace(
-        SMALL, num_attention_heads=8, head_dim=192, o_groups=4, hca_ratio=8, compress_ratios=(0, 4, 8, 4, 0), num_hash_layers=0
+        SMALL,
+        num_attention_heads=8,
+        head_dim=192,
+        o_groups=4,
+        hca_ratio=8,
+        compress_ratios=(0, 4, 8, 4, 0),
+        num_hash_layers=0,
     ),
-}  # fmt: skip
+}
 LENGTH = 36
 
 

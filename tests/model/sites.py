@@ -1,12 +1,14 @@
-"""What tests of the forward share: a listener that keeps outputs, and a session with implementations of a test."""
+"""What tests of the forward share: a listener that keeps outputs, implementations of a test, sums without order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from dsv4dbg.kernels.registry import Implementation, Registry, registry
 from dsv4dbg.model.run import Session
@@ -34,3 +36,25 @@ def put_in(session: Session, implementations: Mapping[str, Callable[..., Any]]) 
     for op, function in implementations.items():
         known.add(Implementation(op, "test", function))
     session.ops = replace(session.ops, registry=known, plan=Plan.parse("*=test"))
+
+
+class Float64Sums(TorchFunctionMode):
+    """Within it, products, sums and functions of float32 tensors are computed in float64 and rounded to float32.
+
+    The order of a sum then shows in no bit, whatever the shapes of a call, so that runs which differ only in how
+    tokens are put together can be compared bit for bit.
+    """
+
+    WIDENED: ClassVar[set[Any]] = {
+        F.linear, F.silu, F.softplus, torch.bmm, torch.exp, torch.log, torch.logsumexp, torch.matmul, torch.rsqrt,
+        torch.sigmoid, torch.softmax, torch.Tensor.__matmul__, torch.Tensor.mean, torch.Tensor.sqrt, torch.Tensor.sum,
+    }  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.WIDENED and any(_is_float32(a) for a in args):
+            return func(*(a.double() if _is_float32(a) else a for a in args), **(kwargs or {})).float()
+        return func(*args, **(kwargs or {}))
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32

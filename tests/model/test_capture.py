@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsv4dbg.kernels.paged import Cache
-from dsv4dbg.kernels.registry import implements, registry, _collect
+from dsv4dbg.kernels.registry import Implementation, registry
 from dsv4dbg.kernels.table import Call
 from dsv4dbg.model.capture import to_bits
 from dsv4dbg.model.recording import Request, load_model, open_session, prompt_ids, record
@@ -164,18 +164,17 @@ def test_a_filter_keeps_its_sites_and_all_cache_writes(tmp_path: Path, watched: 
 
 
 @pytest.fixture
-def scribbler() -> str:
+def scribbler() -> Iterator[str]:
     """An implementation of qnorm_rope_kv_insert that also changes a byte in a page that no token owns."""
     reference = registry().op("qnorm_rope_kv_insert").reference
 
-    @implements("qnorm_rope_kv_insert", "scribbler")
     def scribble(q, kv, positions, cos_sin, window_cache, window_slots, *, eps, numerics):
         result = reference(q, kv, positions, cos_sin, window_cache, window_slots, eps=eps, numerics=numerics)
         page = next(p for p in range(len(window_cache.data)) if p not in window_slots // window_cache.layout.entries)
         window_cache.data[page, 7] ^= 0xFF
         return result
 
-    _collect(registry(), type("Empty", (), {}))
+    registry().add(Implementation("qnorm_rope_kv_insert", "scribbler", scribble))
     yield "scribbler"
     del registry().implementations["qnorm_rope_kv_insert", "scribbler"]
 

@@ -1,6 +1,6 @@
 """The forward on a GPU: the same code, site by site within rounding of the CPU on the same inputs.
 
-    pytest -m gpu tests/model/test_gpu.py -s
+pytest -m gpu tests/model/test_gpu.py -s
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ def request(model: str, tokens: int, numerics: str, device: str) -> Request:
     vocab = open_model(model).config.vocab_size
     ids = tuple(7919 * i % vocab for i in range(1, tokens + 1))
     cache = "fp8" if numerics == "official" else "bf16"
-    return Request(tokens=ids, decode=3, chunk=tokens - 9, model=model, numerics=numerics, kv_cache=cache, device=device)
+    return Request(
+        tokens=ids, decode=3, chunk=tokens - 9, model=model, numerics=numerics, kv_cache=cache, device=device
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "tokens", "numerics"), [("tiny", 300, "official"), ("tiny", 140, "hf"), ("wide", 140, "official")]
 )
-def test_every_site_agrees_with_the_cpu_on_the_same_inputs(model: str, tokens: int, numerics: str, tmp_path: Path) -> None:
+def test_every_site_agrees_with_the_cpu_on_the_same_inputs(
+    model: str, tokens: int, numerics: str, tmp_path: Path
+) -> None:
     record(request(model, tokens, numerics, "cpu"), tmp_path / "cpu.h5")
     weights = ModelWeights(open_model(model), GPU)
     on_host = ModelWeights(weights.source, torch.device("cpu"))

@@ -88,9 +88,10 @@ def test_running_a_workload_rolls_back_what_was_not_accepted() -> None:
     ids = list(range(100, 140))
     steps = [WorkloadStep("prefill", (Feed.all_of(0, ids[:30]),))]
     drafts = [
-        WorkloadStep("verify", (Feed(0, (ids[30], 7, 8, 9), 1),)), WorkloadStep("verify", (Feed(0, (ids[31], ids[32], 5), 2),)),
+        WorkloadStep("verify", (Feed(0, (ids[30], 7, 8, 9), 1),)),
+        WorkloadStep("verify", (Feed(0, (ids[31], ids[32], 5), 2),)),
         WorkloadStep("decode", (Feed.all_of(0, [ids[33]]),)),
-    ]  # fmt: skip
+    ]
     plain = [WorkloadStep("decode", (Feed.all_of(0, [ids[30 + i]]),)) for i in range(4)]
     last = []
     for tail in (drafts, plain):
