@@ -218,7 +218,8 @@ def _dense_faults(c: Case, name: str, compare: Any, rng: np.random.Generator) ->
         return
     flat = x.reshape(rows, -1)
     loud = np.flatnonzero((np.abs(np.nan_to_num(flat)) > 1e-3).any(axis=1))
-    row, size = int(rng.choice(loud)) if len(loud) else 0, float(np.sqrt(np.mean(np.where(np.isfinite(x), x, 0) ** 2))) or 1.0
+    row = int(rng.choice(loud)) if len(loud) else 0
+    size = float(np.sqrt(np.mean(np.where(np.isfinite(x), x, 0) ** 2))) or 1.0
 
     def changed(index: Any, value: Any) -> dict[str, np.ndarray]:
         y = flat.copy()

@@ -153,8 +153,8 @@ def _where(v: Values, bad: np.ndarray, context: Mapping[str, Any]) -> list[str]:
 
 def _phase(rows: np.ndarray, count: int, context: Mapping[str, Any]) -> list[str]:
     positions = context.get("positions")
-    named = positions is not None and len(positions) and count % len(positions) == 0
-    place = np.repeat(np.asarray(positions), count // len(positions)) if named else np.arange(count)
+    named = positions is not None and len(positions) == count
+    place = np.asarray(positions) if named else np.arange(count)
     for modulus in (4, 64, 128):
         phases, reached = np.unique(place[rows] % modulus), np.unique(place % modulus)
         if len(phases) == 1 and len(reached) > 1 and len(rows) >= 2:

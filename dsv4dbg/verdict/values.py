@@ -122,7 +122,8 @@ def _errors(found: Measured, candidate: Sums, reference: Sums | None) -> dict[st
     result = {}
     for name, sums in (("candidate", candidate), ("reference", reference)):
         if sums is not None:
-            result[name] = float(np.sqrt(sums.square.sum() / size)) if size else float(np.sqrt(sums.square.sum()))
+            with np.errstate(invalid="ignore"):  # squares of values near 1e38 overflow
+                result[name] = float(np.sqrt(sums.square.sum() / (size or 1.0)))
             result[f"{name} sigma"] = float(np.sqrt(sums.z2.sum() / n))
     return result
 
