@@ -1,9 +1,10 @@
-"""Reading a closed trace through HDF5, trusting nothing that the file says.
+"""Finding things in a closed trace through HDF5, trusting nothing that the file says.
 
-Only plain things are read: hard links, contiguous datasets inside the file, the expected stored type and shape.
+Only plain things are accepted: hard links, contiguous datasets inside the file, the expected stored type and shape.
 Whatever else a file offers (soft and external links, virtual or external storage, chunks and filters, huge
-shapes) is refused before HDF5 acts on it or memory is taken. Errors are ValueError with a sentence, or whatever h5py
-raises.
+shapes) is refused before HDF5 acts on it or memory is taken. HDF5 says where a dataset's bits lie; they are read
+from there without it, as it would copy them once more and hold a lock. Errors are ValueError with a sentence, or
+whatever h5py raises.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,7 +30,10 @@ class Hdf5Reader:
         access.set_fclose_degree(h5f.CLOSE_STRONG)
         self._size = path.stat().st_size
         self._id = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
+        self.fd: int = self._id.get_vfd_handle()  # HDF5's own; valid until `close`
         self._root = h5g.open(self._id, b"/")
+        self._groups: dict[str, h5g.GroupID] = {}  # those on the way to the last dataset, by path
+        self._kinds: dict[np.dtype, h5t.TypeID] = {}
 
     def close(self) -> None:
         if self._id.valid:
@@ -49,37 +54,58 @@ class Hdf5Reader:
         dataset.read(h5s.ALL, h5s.ALL, out, kind)
         return out.item()
 
-    def array(self, path: str, dtype: str, storage: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """The raw bits at ``path``, which must have this shape, stored type and ``dtype`` attribute."""
+    def place(self, path: str, dtype: str, storage: np.dtype, shape: tuple[int, ...]) -> int:
+        """Offset in the file of the bits at ``path``, which must have this shape, stored type and ``dtype`` attribute.
+
+        0 for an empty dataset. No two datasets that are not empty and not the same lie at one offset.
+        """
         dataset = self._dataset(path)
-        kind = h5t.py_create(storage)
-        if not dataset.get_type().equal(kind) or self._dtype_attr(dataset) != dtype:
+        if storage not in self._kinds:
+            self._kinds[storage] = h5t.py_create(storage)
+        if not dataset.get_type().equal(self._kinds[storage]) or self._dtype_attr(dataset) != dtype:
             raise ValueError(f"{path} is not the {dtype} stored as {storage.name} that the index lists")
         if dataset.shape != shape:
             raise ValueError(f"{path} has shape {list(dataset.shape or ())}, and the index says {list(shape)}")
         self._check_extent(dataset, path, math.prod(shape) * storage.itemsize)
-        out = np.empty(shape, storage)
-        if out.size:
-            dataset.read(h5s.ALL, h5s.ALL, out, kind)
-        return out
+        return dataset.get_offset() or 0
 
     def _dataset(self, path: str) -> h5d.DatasetID:
         """Open the contiguous dataset at ``path`` by hard links only."""
-        found = self._root
-        for part in path.strip("/").split("/"):
-            if not isinstance(found, h5g.GroupID) or part.encode() not in found:
-                raise ValueError(f"there is no {path}")
-            if found.links.get_info(part.encode()).type != h5l.TYPE_HARD:
-                raise ValueError(f"'{part}' in {path} is a soft or external link, which is never followed")
-            found = h5o.open(found, part.encode())
+        parent, _, name = path.rpartition("/")
+        found = self._member(self._group(parent), name, path)
         if not isinstance(found, h5d.DatasetID):
             raise ValueError(f"{path} is not a dataset")
+        if found.get_offset() is not None:  # only contiguous storage inside this file has one
+            return found
         plist = found.get_create_plist()
         if plist.get_layout() != h5d.CONTIGUOUS:
             raise ValueError(f"{path} is {_LAYOUTS.get(plist.get_layout(), 'strange')}; traces are contiguous")
         if plist.get_external_count():
             raise ValueError(f"{path} keeps its data in another file, which is never opened")
         return found
+
+    def _group(self, path: str) -> h5g.GroupID:
+        """The group at ``path``, reached by hard links only. The groups on the way stay open until another is asked."""
+        if not path:
+            return self._root
+        if path not in self._groups:
+            parent, _, name = path.rpartition("/")
+            group = self._member(self._group(parent), name, path)
+            if not isinstance(group, h5g.GroupID):
+                raise ValueError(f"{path} is not a group")
+            self._groups = {p: g for p, g in self._groups.items() if path.startswith(f"{p}/")} | {path: group}
+        return self._groups[path]
+
+    @staticmethod
+    def _member(group: h5g.GroupID, name: str, path: str) -> Any:
+        """What a hard link leads to."""
+        try:
+            kind = group.links.get_info(name.encode()).type
+        except KeyError:
+            raise ValueError(f"there is no {path}") from None
+        if kind != h5l.TYPE_HARD:
+            raise ValueError(f"'{name}' in {path} is a soft or external link, which is never followed")
+        return h5o.open(group, name.encode())
 
     def _check_extent(self, dataset: h5d.DatasetID, path: str, nbytes: int) -> None:
         offset = dataset.get_offset()

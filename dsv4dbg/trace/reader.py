@@ -20,15 +20,16 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
-import xxhash
 
 from dsv4dbg.errors import DbgError
 from dsv4dbg.site import BLOCK, Pattern, Site
+from dsv4dbg.trace.bits import Bits
+from dsv4dbg.trace.caches import CacheReplay
 from dsv4dbg.trace.hdf5_read import Hdf5Reader
 from dsv4dbg.trace.journal import Contents, journal_path, parse_journal, read_journal
 from dsv4dbg.trace.records import STORAGE, CacheSpec, SiteRecord, TensorSpec, load_specs, site_path, view_bits
 from dsv4dbg.trace.storage import raw
-from dsv4dbg.trace.text import check_schema, from_json, one_line, shorten, take
+from dsv4dbg.trace.text import check_schema, from_json, one_line, take
 
 # what h5py, numpy and json raise on broken files, and we on what we refuse
 _BROKEN = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -37,7 +38,7 @@ _BROKEN = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, Typ
 class _Source(Protocol):
     """Where tensors come from: `_ClosedFile` or `_RawFile`."""
 
-    def read(self, path: str, spec: TensorSpec) -> np.ndarray: ...
+    def bits(self, path: str, spec: TensorSpec) -> Bits: ...
     def close(self) -> None: ...
 
 
@@ -60,11 +61,16 @@ class _ClosedFile:
         problem = "" if take(manifest, "complete", bool) else "the capture did not reach its end"
         return Contents(manifest, weights, load_specs(index, "images"), records, problem)
 
-    def read(self, path: str, spec: TensorSpec) -> np.ndarray:
-        return self._hdf5.array(path, spec.dtype, STORAGE[spec.dtype], spec.shape)
+    def bits(self, path: str, spec: TensorSpec) -> Bits:
+        place = self._hdf5.place(path, spec.dtype, STORAGE[spec.dtype], spec.shape)
+        return Bits(self._descriptor, place, spec.nbytes, path)
+
+    def _descriptor(self) -> int:
+        return _still_open(self._hdf5.fd)
 
     def close(self) -> None:
         self._hdf5.close()
+        self._hdf5.fd = -1
 
 
 class _RawFile:
@@ -77,22 +83,18 @@ class _RawFile:
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
-    def read(self, path: str, spec: TensorSpec) -> np.ndarray:
+    def bits(self, path: str, spec: TensorSpec) -> Bits:
         if spec.offset + spec.nbytes > self.size:
             raise ValueError(f"{path} claims {spec.nbytes} bytes that the file does not have")
-        out = np.empty(spec.shape, STORAGE[spec.dtype])
-        rest, offset = raw(out), spec.offset
-        while rest:
-            count = os.preadv(self._fd, [rest], offset)
-            if not count:
-                raise ValueError(f"{path} was cut off while it was read")
-            rest, offset = rest[count:], offset + count
-        if xxhash.xxh3_128_hexdigest(raw(out)) != spec.hash:
-            raise ValueError(f"{path} is not what the capture wrote (its hash differs)")
-        return out
+        return Bits(self._descriptor, spec.offset if spec.nbytes else 0, spec.nbytes, path, spec.hash)
+
+    def _descriptor(self) -> int:
+        return _still_open(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
 class Trace:
@@ -171,8 +173,26 @@ class Trace:
         if name not in specs:
             there = ", ".join(specs) or "nothing"
             raise DbgError(f"{self.path}: site {record.site} has no {name} (it has {there})")
-        with _one_sentence(self.path):
-            return self._source.read(f"{site_path(record.site)}/{name}", specs[name])
+        with self.one_sentence():
+            return self._read(f"{site_path(record.site)}/{name}", specs[name])
+
+    def bits(self, record: SiteRecord, name: str, spec: TensorSpec) -> Bits:
+        """The same bits to be read in pieces; ``spec`` is the one of ``record.tensors()[name]``.
+
+        Errors of the reading itself are not yet sentences: read inside `one_sentence`.
+        """
+        with self.one_sentence():
+            return self._source.bits(f"{site_path(record.site)}/{name}", spec)
+
+    def one_sentence(self) -> contextlib.AbstractContextManager[None]:
+        """Around reading: whatever goes wrong becomes a `DbgError` of one sentence about this trace."""
+        return _one_sentence(self.path)
+
+    def _read(self, path: str, spec: TensorSpec) -> np.ndarray:
+        bits = self._source.bits(path, spec)
+        out = np.empty(spec.shape, STORAGE[spec.dtype])
+        bits.fill(raw(out))
+        return out
 
     def view(self, record: SiteRecord, name: str) -> np.ndarray:
         """Like `read`, as numbers of the real dtype (numpy or ml_dtypes; packed fp4 is unpacked)."""
@@ -181,46 +201,30 @@ class Trace:
     def cache_at(self, step: str, site: str, arg: str) -> np.ndarray:
         """The cache that a site saw in argument ``arg`` when it was called.
 
+        `dsv4dbg.trace.caches.CacheReplay` does this for many sites without starting over for each.
+
         Returns:
             ``uint8 [pages, page_stride]``, byte for byte as it was, rebuilt from all earlier writes.
         """
-        record = self.site(step, site)
-        if arg not in record.caches:
-            raise DbgError(f"{self.path}: site {record.site} has no cache {arg}")
-        ref = record.caches[arg]
-        with _one_sentence(self.path):
-            if ref.cache not in self.caches:
-                raise ValueError(f"cache {shorten(ref.cache)} of {record.site} is not in the manifest")
-            writes = {
-                write.number: (other, name)
-                for other in self._records
-                for name, write in other.mutated.items()
-                if write.cache == ref.cache
-            }
-            buffer = self.first_content(ref.cache)
-            for number in range(ref.version):
-                if number not in writes:
-                    raise ValueError(f"write {number} of cache {ref.cache}, which {record.site} had seen, is missing")
-                self._apply_write(buffer, *writes[number])
-            return buffer
+        return CacheReplay(self).at(self.site(step, site), arg)
 
     def first_content(self, cache: str) -> np.ndarray:
         """A cache of the run before any write: ``uint8 [pages, page_stride]``."""
         if cache not in self.caches:
             raise DbgError(f"{self.path} has no cache {cache}")
         spec = self.caches[cache]
-        with _one_sentence(self.path):
+        with self.one_sentence():
             if spec.fill is None:
                 if cache not in self._images or self._images[cache].shape != (spec.pages, spec.page_stride):
                     raise ValueError(f"the first content of cache {cache} is missing")
-                return self._source.read(f"/caches/{cache}", self._images[cache])
+                return self._read(f"/caches/{cache}", self._images[cache])
             if spec.nbytes > _free_memory():
                 raise ValueError(f"cache {cache} has {spec.nbytes} bytes, more than this machine has free")
             return np.full((spec.pages, spec.page_stride), spec.fill, np.uint8)
 
     def apply_write(self, buffer: np.ndarray, record: SiteRecord, arg: str) -> None:
         """Put what a site wrote through its cache argument ``arg`` into ``buffer`` (``uint8 [pages, page_stride]``)."""
-        with _one_sentence(self.path):
+        with self.one_sentence():
             self._apply_write(buffer, record, arg)
 
     def _apply_write(self, buffer: np.ndarray, record: SiteRecord, arg: str) -> None:
@@ -265,6 +269,13 @@ def _one_sentence(path: Path) -> Iterator[None]:
     except _BROKEN as error:
         reason = one_line(str(error))[:300] or type(error).__name__
         raise DbgError(f"cannot read {path} as a trace: {reason}") from error
+
+
+def _still_open(descriptor: int) -> int:
+    """ValueError for the number of a closed file, which the system may have given to another one."""
+    if descriptor < 0:
+        raise ValueError("it was closed")
+    return descriptor
 
 
 def _regular(path: Path) -> Path:

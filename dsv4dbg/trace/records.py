@@ -154,7 +154,7 @@ class TensorSpec:
         dims: names of the dims as this site's contract calls them.
         hash: xxh3_128 of the raw bits, in hex.
         offset: first byte of the bits in the file (0 for an empty tensor).
-        origin: for a linked input, path of the earlier dataset that it equals; else empty.
+        origin: for a link (an input, or what leaves a block), path of the earlier dataset that it equals; else empty.
     """
 
     dtype: str

@@ -23,7 +23,7 @@ import xxhash
 from h5py import h5g  # pyright: ignore[reportAttributeAccessIssue]
 
 from dsv4dbg.errors import DbgError
-from dsv4dbg.site import Site
+from dsv4dbg.site import BLOCK, Site
 from dsv4dbg.trace.hdf5_read import Hdf5Reader
 from dsv4dbg.trace.hdf5_write import Hdf5Writer
 from dsv4dbg.trace.journal import Journal, journal_path, read_journal
@@ -183,7 +183,11 @@ class TraceWriter:
         path = site_path(call.site)
         finish: dict[str, Any] = {"sequence": call.sequence, "finished": self._tick}
         with self._saving():
-            finish["outputs"] = self._store_all(call.group, f"{path}/out", outputs)
+            # what leaves a block is what its last op made: a view, not one more copy
+            finish["outputs"] = self._store_all(call.group, f"{path}/out", outputs, link=call.site.op == BLOCK)
+            links = _links(finish["outputs"])
+            if links:
+                self._hdf5.text_attr(call.group, "output_links", to_json(links))
             if mutated:
                 finish["mutated"] = self._store_mutations(call, path, mutated)
             self._hdf5.int_attr(call.group, "finished", self._tick)
@@ -293,8 +297,7 @@ class TraceWriter:
 
     def _describe(self, group: h5g.GroupID, site: Site, entry: dict[str, Any], attrs: bytes) -> None:
         """Put the entry on the site's group, for readers that know only HDF5."""
-        links = {a: {"origin": s["origin"], "dims": s["dims"]} for a, s in entry["inputs"].items() if "origin" in s}
-        objects = {"absent": entry.get("absent"), "caches": entry.get("caches"), "links": links}
+        objects = {"absent": entry.get("absent"), "caches": entry.get("caches"), "links": _links(entry["inputs"])}
         texts = {
             "op": site.op,
             "implementation": entry["implementation"],
@@ -354,6 +357,11 @@ class TraceWriter:
             spec = self._store(group, "/caches", name, Tensor(image, "uint8", "page byte")).to_json()
             self._images[name] = spec
             self._confirm({"image": {name: spec}})
+
+
+def _links(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Where tensors that are links come from, and how this site calls their dims."""
+    return {name: {"origin": s["origin"], "dims": s["dims"]} for name, s in specs.items() if "origin" in s}
 
 
 def _make_way(path: Path, overwrite: bool) -> None:

@@ -95,7 +95,8 @@ def test_views_are_real_numbers():
 
 
 def test_links_are_by_content(tmp_path):
-    """An equal input is a hard link whatever memory it lives in; outputs never are; other bits never are."""
+    """An equal input, or output of a block, is a hard link whatever memory it lives in; an op's output and other bits
+    never are."""
     bits = np.arange(12, dtype="<u2").reshape(3, 4)
     tensor = Tensor(bits, "bfloat16", "token channel")
     with TraceWriter(tmp_path / "run.h5", {}) as writer:
@@ -104,20 +105,25 @@ def test_links_are_by_content(tmp_path):
         other_shape = Tensor(bits.reshape(4, 3), "bfloat16", "token channel")
         other_dtype = Tensor(bits, "uint16", "token channel")
         inputs = {"same": same, "shape": other_shape, "dtype": other_dtype}
-        writer.site(Site("L0", "block", "prefill0"), "torch", inputs=inputs).finish({"y": tensor})
+        writer.site(Site("L0", "block", "prefill0"), "torch", inputs=inputs).finish({"y": same})
+        writer.site(Site("head.norm", "rms_norm", "prefill0"), "torch", inputs=inputs).finish({"y": tensor})
     with Trace.open(tmp_path / "run.h5") as trace:
         record = trace.site("prefill0", "L0")
         assert record.inputs["same"].origin == "/steps/prefill0/embed/out/y"
         assert record.inputs["same"].dims == "row column"
         assert not record.inputs["shape"].origin
         assert not record.inputs["dtype"].origin
-        assert not record.outputs["y"].origin
+        assert record.outputs["y"].origin == "/steps/prefill0/embed/out/y"
+        assert record.outputs["y"].dims == "row column"
+        assert not trace.site("prefill0", "head.norm").outputs["y"].origin
     with h5py.File(tmp_path / "run.h5") as file:
         site = file["steps/prefill0/L0"]
         assert site["in/same"] == file["steps/prefill0/embed/out/y"]
         assert site.get("in/same", getlink=True).__class__ is h5py.HardLink
-        assert site["out/y"] != site["in/same"]
+        assert site["out/y"] == site["in/same"]
+        assert file["steps/prefill0/head.norm/out/y"] != site["in/same"]
         assert json.loads(site.attrs["links"])["same"]["dims"] == "row column"
+        assert json.loads(site.attrs["output_links"])["y"]["origin"] == "/steps/prefill0/embed/out/y"
 
 
 def test_plain_h5py_reads_everything(tmp_path):
