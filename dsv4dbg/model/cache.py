@@ -170,6 +170,7 @@ class CacheManager:
         self.rollback_tokens = rollback
         self.kinds = cache_kinds(config, self.format, rollback)
         self.lengths = [0] * len(max_tokens)
+        self.lowest = [0] * len(max_tokens)  # lengths that each sequence can be taken back to
         self.tables: dict[str, BlockTable] = {}
         for number, kind in enumerate(self.kinds.values()):
             pages = SPARE_PAGES + sum(self._pages(kind, tokens, step_tokens) for tokens in max_tokens)
@@ -227,9 +228,19 @@ class CacheManager:
             )
         for table in self.tables.values():
             table.reserve(sequence, start, start + new_tokens)
+        self.lowest[sequence] = max(self.lowest[sequence], start - self.rollback_tokens)
         self.lengths[sequence] = start + new_tokens
         return start
 
     def rollback(self, sequence: int, length: int) -> None:
-        """Take a sequence back to ``length`` tokens; bytes of the tokens taken back stay until overwritten."""
+        """Take a sequence back to ``length`` tokens; bytes of the tokens taken back stay until overwritten.
+
+        Raises:
+            DbgError: pages that the next token would read have been returned to the pool.
+        """
+        if not self.lowest[sequence] <= length <= self.lengths[sequence]:
+            raise DbgError(
+                f"sequence {sequence} has {self.lengths[sequence]} tokens and cannot be taken back to {length}; "
+                f"its caches reach back to {self.lowest[sequence]}"
+            )
         self.lengths[sequence] = length
