@@ -35,7 +35,8 @@ class Implementation:
 
     Attributes:
         function: takes the reference's arguments.
-        supports: ``supports(device, arch, args)`` returns None, or the reason why it cannot run.
+        supports: ``supports(device, arch, args)`` returns None, or the reason why it cannot run; ``args`` are all
+            arguments by name and ``numerics``.
         prepare: runs once per layer on the op's weights and returns what ``function`` gets as ``prepared``.
         shapes: yields arguments at model sizes, on the meta device, for which kernels are compiled offline.
     """

@@ -115,7 +115,8 @@ class OpTable:
         """
         name = self.plan.implementation(site)
         implementation = self.registry.implementations.get((site.op, name))
-        reason = implementation.why_not(self.device, self.arch, args) if implementation else "the op has none"
+        seen = {**args, "numerics": self.numerics}
+        reason = implementation.why_not(self.device, self.arch, seen) if implementation else "the op has none"
         if implementation is not None and reason is None:
             return implementation
         if self.plan.is_explicit(site):

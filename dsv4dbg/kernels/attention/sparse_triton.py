@@ -1,0 +1,257 @@
+"""Sparse attention in Triton: a pass over splits of the key lists, and a merge of the splits.
+
+One kernel serves decode and prefill: rows of a dense workspace are records of a bf16 or float32 cache with one record a
+page. Heads are the rows of the matrix products, so a row of keys is read and decoded once for a block of heads. Softmax
+runs over blocks of keys as in the official kernel (P rounded to q's dtype for PV, not for the sum), so results differ from the reference's
+in the last bits only where block sizes or splits differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4dbg.kernels.contract import ACT_DTYPES
+from dsv4dbg.kernels.paged import Cache
+from dsv4dbg.kernels.triton_codes import (
+    dot,
+    e8m0_decode,
+    field_offset,
+    fp8_decode,
+    load_operand,
+    operand,
+    rounded,
+)
+from dsv4dbg.kernels.triton_run import arch_of, processors
+
+
+class Layout(NamedTuple):
+    """What a kernel must know of a cache at compile time; see `PageLayout`."""
+
+    format: str
+    dialect: str
+    entries: int
+    channels: int
+    rope: int
+    data: int  # bytes of a data row
+    scales: int  # bytes of a scale row
+
+    @classmethod
+    def of(cls, cache: Cache) -> Layout:
+        page = cache.layout
+        data, scales = (*page.fields, 0)[:2]
+        return cls(page.format, page.dialect, page.entries, page.channels, page.rope_channels, data, scales)
+
+
+@triton.jit
+def load_rows(cache, page_stride, slots, valid, LAYOUT: tl.constexpr, dtype: tl.constexpr):
+    """Decoded rows ``[key, channel]`` of the records at ``slots`` as operands of `dot`; zeros where not ``valid``."""
+    column = tl.arange(0, LAYOUT[3])[None, :]
+    row = cache + field_offset(slots, page_stride, LAYOUT[2], 0, LAYOUT[5])[:, None]
+    if LAYOUT[0] == "bf16":
+        return load_operand(row.to(tl.pointer_type(tl.bfloat16)) + column, valid[:, None])
+    elif LAYOUT[0] == "f32":
+        x = tl.load(row.to(tl.pointer_type(tl.float32)) + column, valid[:, None], other=0.0)
+        return operand(x, dtype)
+    else:
+        nope: tl.constexpr = LAYOUT[3] - LAYOUT[4]
+        codes = tl.load(row + column, valid[:, None] & (column < nope), other=0)
+        group = field_offset(slots, page_stride, LAYOUT[2], LAYOUT[2] * LAYOUT[5], LAYOUT[6])[:, None] + column // 64
+        scale = e8m0_decode(tl.load(cache + group, valid[:, None] & (column < nope), other=127))
+        low = operand(fp8_decode(codes, LAYOUT[1]) * scale, dtype)
+        rope = (row + nope).to(tl.pointer_type(tl.bfloat16)) + (column - nope)
+        high = load_operand(rope, valid[:, None] & (column >= nope))
+        return tl.where(column < nope, low, high.to(low.dtype))
+
+
+@triton.jit
+def _step(q, keys, valid, scale, maximum, total, acc, dtype: tl.constexpr):
+    """One block of keys of the running softmax."""
+    logits = dot(q, tl.trans(keys), tl.zeros((q.shape[0], keys.shape[0]), tl.float32)) * scale
+    logits = tl.where(valid[None, :], logits, float("-inf"))
+    before = maximum
+    maximum = tl.maximum(before, tl.max(logits, 1))
+    top = tl.where(maximum == float("-inf"), 0.0, maximum)
+    decay = tl.exp(before - top)
+    p = tl.exp(logits - top[:, None])
+    total = total * decay + tl.sum(p, 1)
+    acc = dot(operand(p, dtype), keys, acc * decay[:, None])
+    return maximum, total, acc
+
+
+@triton.jit
+def _attend(
+    q, window_cache, entry_cache, indices, sink, o, lse, part_o, part_max, part_sum,
+    q_token, q_head, window_stride, entry_stride, index_stride, heads, window, width, scale, per_split,
+    WINDOW: tl.constexpr, ENTRY: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of M heads, split): keys of ``per_split`` blocks of N columns; window columns come first.
+
+    With one split the outputs are written, else float32 partial sums ``part_*`` of ``[token, split, head]``.
+    """
+    dtype: tl.constexpr = q.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * M + tl.arange(0, M)
+    split = tl.program_id(2)
+    channel = tl.arange(0, D)
+    real = head < heads
+    rows = load_operand(q + token * q_token + head[:, None] * q_head + channel[None, :], real[:, None])
+    maximum = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D), tl.float32)
+    list_start = indices + token * index_stride
+
+    blocks = tl.cdiv(window, N)  # of the window's columns
+    first = split * per_split
+    for block in range(tl.minimum(first, blocks), tl.minimum(first + per_split, blocks)):
+        column = block * N + tl.arange(0, N)
+        slots = tl.load(list_start + column, column < window, other=-1)
+        keys = load_rows(window_cache, window_stride, slots, slots >= 0, WINDOW, dtype)
+        maximum, total, acc = _step(rows, keys, slots >= 0, scale, maximum, total, acc, dtype)
+    if ENTRY is not None:
+        last = tl.minimum(first + per_split, blocks + tl.cdiv(width - window, N))
+        for block in range(tl.maximum(first, blocks), last):
+            column = window + (block - blocks) * N + tl.arange(0, N)
+            slots = tl.load(list_start + column, column < width, other=-1)
+            keys = load_rows(entry_cache, entry_stride, slots, slots >= 0, ENTRY, dtype)
+            maximum, total, acc = _step(rows, keys, slots >= 0, scale, maximum, total, acc, dtype)
+
+    if SPLITS == 1:
+        place = token * heads + head
+        _finish(acc, maximum, total, sink, o, lse, place, head, real, channel)
+    else:
+        place = (token * SPLITS + split) * heads + head
+        tl.store(part_o + place[:, None] * D + channel[None, :], acc, real[:, None])
+        tl.store(part_max + place, maximum, real)
+        tl.store(part_sum + place, total, real)
+
+
+@triton.jit
+def _finish(acc, maximum, total, sink, o, lse, place, head, real, channel):
+    """Divide once, the sink in the denominator only; rows without a key give 0 and -inf."""
+    top = tl.where(maximum == float("-inf"), 0.0, maximum)
+    denominator = total
+    if sink is not None:
+        denominator += tl.exp(tl.load(sink + head, real, other=0.0) - top)
+    result = tl.where((maximum == float("-inf"))[:, None], 0.0, acc / denominator[:, None])
+    result = rounded(result, o.dtype.element_ty)
+    tl.store(o + place[:, None] * channel.shape[0] + channel[None, :], result, real[:, None])
+    tl.store(lse + place, maximum + tl.log(total), real)
+
+
+@triton.jit
+def _merge(
+    part_o, part_max, part_sum, sink, o, lse, heads,
+    SPLITS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of M heads): the splits' partial sums brought to one maximum and added in order."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * M + tl.arange(0, M)
+    channel = tl.arange(0, D)
+    real = head < heads
+    maximum = tl.full((M,), float("-inf"), tl.float32)
+    for split in range(SPLITS):
+        place = (token * SPLITS + split) * heads + head
+        maximum = tl.maximum(maximum, tl.load(part_max + place, real, other=float("-inf")))
+    top = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D), tl.float32)
+    for split in range(SPLITS):
+        place = (token * SPLITS + split) * heads + head
+        decay = tl.exp(tl.load(part_max + place, real, other=float("-inf")) - top)
+        total += tl.load(part_sum + place, real, other=0.0) * decay
+        acc += tl.load(part_o + place[:, None] * D + channel[None, :], real[:, None], other=0.0) * decay[:, None]
+    _finish(acc, maximum, total, sink, o, lse, token * heads + head, head, real, channel)
+
+
+class Config(NamedTuple):
+    """Launch parameters: heads and keys of a tile, warps, pipeline stages."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def config(arch: str, dtype: torch.dtype, heads: int) -> Config:
+    """Tiles that fit LDS: 64 KiB on gfx942 and RDNA, 160 KiB on gfx950, 227 KiB on Hopper."""
+    if arch == "cpu":  # in the interpreter large tiles are cheap and many programs are not
+        return Config(max(16, triton.next_power_of_2(heads)), 128, 4, 1)
+    if dtype == torch.float32:
+        return Config(16, 16, 4, 1)
+    rows = min(64, max(16, triton.next_power_of_2(heads)))
+    if arch.startswith("sm_"):
+        return Config(rows, 64, 8, 1)
+    if arch == "gfx950":
+        return Config(rows, 64, 4, 1)
+    return Config(min(rows, 32), 32, 4, 1)
+
+
+def attend(
+    q: torch.Tensor,
+    window_cache: Cache,
+    entry_cache: Cache | None,
+    indices: torch.Tensor,
+    sink: torch.Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sparse_mla_decode` on a device; the number of splits is chosen so that small batches fill it.
+
+    Returns:
+        o ``[token, head, channel]`` in q's dtype and lse float32 ``[token, head]``.
+    """
+    tokens, heads, channels = q.shape
+    o, lse = torch.empty_like(q), torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if not tokens:
+        return o, lse
+    m, n, warps, stages = config(arch_of(q.device), q.dtype, heads)
+    width = indices.shape[1] if entry_cache is not None else window
+    blocks = triton.cdiv(window, n) + triton.cdiv(width - window, n)
+    head_blocks = triton.cdiv(heads, m)
+    wanted = max(1, processors(q.device) // (tokens * head_blocks))
+    per_split = triton.cdiv(max(1, blocks), wanted)
+    splits = max(1, triton.cdiv(blocks, per_split))
+    shape = (tokens, splits, heads)
+    part_o = part_max = part_sum = None
+    if splits > 1:
+        part_o = torch.empty(*shape, channels, dtype=torch.float32, device=q.device)
+        part_max, part_sum = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    entry = entry_cache or window_cache
+    _attend[(tokens, head_blocks, splits)](
+        q, window_cache.data, entry.data, indices, sink, o, lse, part_o, part_max, part_sum,
+        q.stride(0), q.stride(1), window_cache.data.stride(0), entry.data.stride(0), indices.stride(0),
+        heads, window, width, scale, per_split,
+        WINDOW=Layout.of(window_cache), ENTRY=Layout.of(entry) if entry_cache else None,
+        SPLITS=splits, M=m, N=n, D=channels, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if splits > 1:
+        rows = m if arch_of(q.device) == "cpu" else 4
+        _merge[(tokens, triton.cdiv(heads, rows))](
+            part_o, part_max, part_sum, sink, o, lse, heads,
+            SPLITS=splits, M=rows, D=channels, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return o, lse
+
+
+def unsupported(args: Mapping[str, Any], caches: tuple[str, ...]) -> str | None:
+    """Why `attend` cannot serve these arguments, or None."""
+    q = args["q"]
+    if args["numerics"].attention != "flash":
+        return f"attention={args['numerics'].attention} (it computes flash: unnormalised P rounded before PV)"
+    if q.dtype not in ACT_DTYPES:
+        return f"q is {q.dtype}"
+    if q.shape[2] < 16 or q.shape[2] & (q.shape[2] - 1):
+        return f"head_dim {q.shape[2]} is not a power of two"
+    if q.numel() and (q.stride(2) != 1 or args["indices"].stride(1) != 1):
+        return "q or indices are not contiguous along the last dim"
+    for name in caches:
+        cache = args[name]
+        if cache is not None and (cache.data.stride(0) % 16 or cache.data.data_ptr() % 16 or cache.data.stride(1) != 1):
+            return f"{name} has records at addresses that are no multiple of 16"
+    return None
