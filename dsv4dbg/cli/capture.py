@@ -119,7 +119,7 @@ def capture(
     print(columns(rows))
     for what, reason in done.fallbacks.items():
         note(f"note: {what} fell back to torch: {reason}")
-    print("next   dsv4dbg ops sparse_mla_decode   (the contract of an op, and how to plug in yours)")
+    print(f"next   dsv4dbg diff {done.path} CANDIDATE.h5   (the same prompt captured with another --plan)")
 
 
 def _read(path: Path) -> str:
