@@ -118,6 +118,13 @@ def _randomize(model: DeepseekV4ForCausalLM, generator: torch.Generator) -> None
         tensor.data.copy_(value)
 
 
+def random_model(sizes: Sizes, seed: int) -> DeepseekV4ForCausalLM:
+    """transformers' model in float32, eager."""
+    model = DeepseekV4ForCausalLM(sizes.config())
+    _randomize(model, torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
 def _to_bf16(model: DeepseekV4ForCausalLM) -> None:
     """As `from_pretrained(dtype=bfloat16)` does: all but the modules that transformers keeps in float32."""
     for name, parameter in model.named_parameters():
@@ -150,15 +157,14 @@ class Pair:
     """transformers' model and ours on the same weights."""
 
     def __init__(self, model: DeepseekV4ForCausalLM) -> None:
-        self.model = model.eval()
+        self.model = model
         self.config = ModelConfig.from_json(model.config.to_dict())
         self.bf16 = model.model.embed_tokens.weight.dtype == torch.bfloat16
         self.weights = ModelWeights(Checkpoint.from_state_dict(self.config, model.state_dict()), CPU)
 
     @classmethod
     def random(cls, sizes: Sizes, seed: int = 1, bf16: bool = False) -> Pair:
-        model = DeepseekV4ForCausalLM(sizes.config())
-        _randomize(model, torch.Generator().manual_seed(seed))
+        model = random_model(sizes, seed)
         if bf16:
             _to_bf16(model)
         return cls(model)
