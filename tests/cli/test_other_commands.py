@@ -22,7 +22,7 @@ def test_one_op_in_text_and_json(dsv4dbg) -> None:
     assert '@implements("sparse_mla_decode", "mine")' in dsv4dbg("ops", "sparse-mla-decode").out
     (op,) = json.loads(dsv4dbg("ops", "compress_insert", "--json").out)["ops"]
     assert op["mutates"] == {"state_cache": "state_slots", "cache": "slots"}
-    assert op["implementations"] == ["torch"]
+    assert "torch" in op["implementations"]
     assert "token" in op["args"]["positions"]["dims"]
 
 
