@@ -1,46 +1,58 @@
 """Two traces side by side: where they part first, and what of that an op is to blame for (no torch).
 
-`compare_traces` walks both in execution order and yields one `SiteDiff` per site, reading one tensor pair at a time.
-A site whose inputs are bit-equal and whose outputs are not is DIVERGED when plan, numerics and environment agree there;
-where they do not, or where the inputs already differed, a *judge* (`dsv4dbg.bisect.rejudge`, which has the weights)
-decides on the candidate's own inputs, and without one the site counts as unjudged.
+`compare_traces` walks both in the order in which the calls finished and yields one `SiteDiff` per site that both
+have. A site whose inputs are bit-equal and whose outputs are not is DIVERGED when implementation, numerics and
+environment agree there. Where they do not, or where the inputs already differed, a *judge* (`dsv4dbg.bisect.rejudge`,
+which has the weights) decides on the candidate's own inputs; without one the site counts as unjudged.
+
+Inputs are tensors, scalars, weights and the content of caches, of which `CacheWatch` knows where it differs. A block
+boundary is a view of the ops inside it and never judged itself, unless none of them was captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import numpy as np
 
 from dsv4dbg.compare import Verdict
 from dsv4dbg.errors import DbgError
 from dsv4dbg.site import BLOCK
 from dsv4dbg.trace.reader import Trace
-from dsv4dbg.trace.records import SiteRecord, TensorSpec, view_bits
-from dsv4dbg.verdict.metrics import rows_apart, same_bits
+from dsv4dbg.trace.records import SiteRecord
+from dsv4dbg.trace.side_by_side import EQUAL, CacheWatch, SideBySide, TensorDiff
+from dsv4dbg.trace.text import one_line, shorten
 
 SAME_RUN = ("model", "prompt_tokens", "workload")  # manifest entries in which traces must agree to be compared
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+_PARTS = {
+    "slots": "written at other slots",
+    "stray_offsets": "bytes outside the call's slots changed",
+    "stray_bytes": "bytes outside the call's slots changed",
+    "records": "",
+}  # of a cache write, the most telling first, and what a difference in it means
+_NOT_ITS_FAULT = ("KeyboardInterrupt", "DbgError", "Untestable")  # errors that end a capture from outside
+AHEAD = 8  # sites whose tensors are compared before their turn
 
 
 @dataclass(frozen=True)
-class TensorDiff:
-    """One tensor of a site in both traces.
+class Decision:
+    """What a judge says of a site on the candidate's own inputs.
 
     Attributes:
-        error: relative L2 error of the whole tensor; ``row_error`` of its worst row, which is ``row``.
-        share: share of elements that differ.
-        reason: for tensors that cannot be subtracted (other shape, indices, bytes), what differs.
+        exact: the candidate's outputs are those of the reference implementation bit for bit.
+        outputs: per output what the judge measured, as JSON.
     """
 
-    equal: bool
-    error: float = 0.0
-    row_error: float = 0.0
-    row: int = 0
-    share: float = 0.0
-    reason: str = ""
+    verdict: Verdict
+    sentence: str
+    exact: bool = False
+    where: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: tuple[str, ...] = ()
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+# judge(reference record, candidate record) -> decision, or in a few words why there is none
+Judge = Callable[[SiteRecord, SiteRecord], Decision | str]
 
 
 @dataclass(frozen=True)
@@ -48,41 +60,41 @@ class SiteDiff:
     """One site in both traces.
 
     Attributes:
-        verdict: PASS (bit-equal outputs), ROUNDING, DRIFT or DIVERGED.
-        judged: whether the verdict is known; an unjudged site is DRIFT.
-        inputs_equal: whether both sites were given the same bits.
-        intended: numerics switches of this op in which the two captures differ on purpose.
-        outputs: differences by output (mutated caches under their argument's name).
+        record, reference: the candidate's and the reference's record of the call.
+        verdict: PASS (outputs bit-equal), ROUNDING, DRIFT, DIVERGED or FAULT.
+        unjudged: why the verdict is not known (it then reads DRIFT, or PASS where only inputs differ); else empty.
+        inputs: what of the inputs differs, in words; empty where all are bit-equal.
+        outputs: differences by output, mutated caches under their argument's name.
+        intended: in what the two captures differ on purpose at this op.
         sentence: why, in one line.
+        decision: the judge's, if it was asked.
+        view: a block boundary of whose ops some were compared: no evidence of its own.
     """
 
     record: SiteRecord
-    verdict: Verdict
-    judged: bool
-    inputs_equal: bool
+    reference: SiteRecord
+    verdict: Verdict = Verdict.PASS
+    unjudged: str = ""
+    inputs: tuple[str, ...] = ()
     outputs: Mapping[str, TensorDiff] = field(default_factory=dict)
     intended: tuple[str, ...] = ()
     sentence: str = ""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    fingerprints: tuple[str, ...] = ()
+    decision: Decision | None = None
+    view: bool = False
 
     @property
-    def worst(self) -> TensorDiff:
-        return max(self.outputs.values(), key=lambda t: (not t.equal, t.error), default=TensorDiff(True))
+    def differs(self) -> list[str]:
+        """Names of the outputs that are not bit-equal."""
+        return [name for name, t in self.outputs.items() if not t.equal]
 
+    @property
+    def worst(self) -> tuple[str, TensorDiff]:
+        """The output that differs most, with its name."""
 
-@dataclass(frozen=True)
-class Decision:
-    """What a judge says of a site on the candidate's own inputs."""
+        def order(item: tuple[str, TensorDiff]) -> tuple[bool, float, float]:
+            return not item[1].equal, item[1].error, item[1].share
 
-    verdict: Verdict
-    sentence: str
-    where: Mapping[str, Any] = field(default_factory=dict)
-    fingerprints: tuple[str, ...] = ()
-
-
-# judge(reference record, candidate record) -> decision, or None where it cannot judge
-Judge = Callable[[SiteRecord, SiteRecord], Decision | None]
+        return max(self.outputs.items(), key=order, default=("", EQUAL))
 
 
 @dataclass
@@ -90,7 +102,8 @@ class Diff:
     """The whole comparison; filled as `compare_traces` goes.
 
     Attributes:
-        only_reference, only_candidate: site paths that one trace lacks.
+        sites: one per site that both traces have and finished.
+        only_reference, only_candidate: paths of sites that one trace lacks or did not finish.
     """
 
     sites: list[SiteDiff] = field(default_factory=list)
@@ -98,192 +111,342 @@ class Diff:
     only_candidate: list[str] = field(default_factory=list)
 
     @property
+    def judgeable(self) -> list[SiteDiff]:
+        return [s for s in self.sites if not s.view]
+
+    @property
     def first(self) -> SiteDiff | None:
-        """The site to look at first: the first DIVERGED one, else the first that differs at all."""
-        diverged = next((s for s in self.sites if s.verdict == Verdict.DIVERGED), None)
-        return diverged or self.first_difference
+        """The site to look at first: the first at fault, else the first that differs at all."""
+        return next((s for s in self.judgeable if s.verdict >= Verdict.DIVERGED), None) or self.first_difference
 
     @property
     def first_difference(self) -> SiteDiff | None:
-        return next((s for s in self.sites if s.verdict != Verdict.PASS), None)
+        return next((s for s in self.judgeable if s.verdict != Verdict.PASS), None)
 
     @property
     def identical(self) -> bool:
-        return all(s.verdict == Verdict.PASS and s.inputs_equal for s in self.sites) and not (
-            self.only_reference or self.only_candidate
-        )
+        return not any(s.differs or s.inputs or s.verdict for s in self.sites) and not self.missing
+
+    @property
+    def missing(self) -> int:
+        return len(self.only_reference) + len(self.only_candidate)
 
     @property
     def verdict(self) -> Verdict:
-        return max((s.verdict for s in self.sites), default=Verdict.PASS)
+        return max((s.verdict for s in self.judgeable), default=Verdict.PASS)
 
     def count(self, verdict: Verdict) -> int:
-        return sum(s.verdict == verdict for s in self.sites)
+        """How many sites have this verdict for sure."""
+        return sum(s.verdict == verdict and not s.unjudged for s in self.judgeable)
 
     @property
-    def unjudged(self) -> int:
-        return sum(not s.judged for s in self.sites)
+    def unjudged(self) -> list[SiteDiff]:
+        return [s for s in self.judgeable if s.unjudged]
+
+    @property
+    def exit_code(self) -> int:
+        """1: an op is at fault; 125: outputs differ and it is not known why; 0: all that differs is explained."""
+        if self.verdict >= Verdict.DIVERGED:
+            return 1
+        return 125 if any(s.verdict for s in self.unjudged) else 0
+
+
+@dataclass(frozen=True)
+class Intent:
+    """In what two captures differ on purpose.
+
+    Attributes:
+        switches: op -> switches of the numerics profile that it reads and that differ.
+        formats: whether the caches were asked for in different formats.
+    """
+
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    formats: bool = False
 
 
 def check_comparable(reference: Trace, candidate: Trace) -> None:
-    """Refuse traces of different runs: every difference would be noise."""
+    """Refuse traces of different runs: every difference would be noise. Runs may differ in length."""
     for key in SAME_RUN:
-        a, b = reference.manifest.get(key), candidate.manifest.get(key)
-        if key == "model" and reference.manifest.get("weights") == candidate.manifest.get("weights"):
+        a, b = (_without_length(key, trace.manifest.get(key)) for trace in (reference, candidate))
+        weights = [trace.manifest.get("weights") for trace in (reference, candidate)]
+        if a == b or (key == "model" and weights[0] is not None and weights[0] == weights[1]):
             continue
-        if a != b:
-            raise DbgError(
-                f"the traces cannot be compared: {key} is {_short(a)} in {reference.path} and {_short(b)} in {candidate.path}",
-                "capture the same prompt with the same model twice",
-            )
+        raise DbgError(
+            f"the traces cannot be compared: {key.replace('_', ' ')} is {shorten(a)} in {reference.path} and "
+            f"{shorten(b)} in {candidate.path}",
+            "capture the same prompt with the same model and steps twice",
+        )
+
+
+def _without_length(key: str, value: Any) -> Any:
+    """A manifest entry without the number of decode steps: steps that both runs took can be compared."""
+    if key == "workload" and isinstance(value, dict) and "decode" in value:
+        return {k: v for k, v in value.items() if k != "decode"}
+    return value
+
+
+def finished_in_both(reference: Trace, candidate: Trace) -> tuple[list[tuple[SiteRecord, SiteRecord]], Diff]:
+    """Pairs of records in the order in which the candidate's calls finished, and a `Diff` that lists the others."""
+    known = {record.site.path: record for record in reference.sites() if record.complete}
+    records = sorted((r for r in candidate.sites() if r.complete), key=lambda r: r.finished or 0)
+    pairs = [(known[r.site.path], r) for r in records if r.site.path in known]
+    common = {r.site.path for _, r in pairs}
+    only_candidate = [r.site.path for r in records if r.site.path not in common]
+    return pairs, Diff([], [path for path in known if path not in common], only_candidate)
 
 
 def compare_traces(
-    reference: Trace, candidate: Trace, intended: Mapping[str, tuple[str, ...]], judge: Judge | None = None
+    reference: Trace,
+    candidate: Trace,
+    pairs: Sequence[tuple[SiteRecord, SiteRecord]],
+    intent: Intent | None = None,
+    judge: Judge | None = None,
+    threads: int = 2,
 ) -> Iterator[SiteDiff]:
-    """Compare all sites that both traces hold, in the candidate's execution order.
+    """Compare the sites that both traces hold, one `SiteDiff` each, in order.
 
     Args:
-        intended: op -> numerics switches in which the two captures differ on purpose.
-        judge: decides about sites that bits alone cannot.
+        pairs: from `finished_in_both`.
+        judge: decides about sites that bits alone cannot; None leaves them unjudged.
+        threads: that compare tensors ahead of the walk.
     """
-    walk = _Walk(reference, candidate)
-    same_place = _same_environment(reference, candidate)
-    known = {record.site.path: record for record in reference.sites()}
-    for other in candidate.sites():
-        record = known.get(other.site.path)
-        if record is None:
-            continue
-        inputs = walk.inputs(record, other)
-        outputs = walk.outputs(record, other)
-        if record.complete != other.complete:
-            outputs["finished"] = TensorDiff(False, reason="the call did not finish in one of the traces")
-        differs = [name for name, t in outputs.items() if not t.equal]
-        switches = intended.get(other.site.op, ())
-        site = SiteDiff(other, Verdict.PASS, True, inputs, outputs, switches if differs else ())
-        if not differs:
-            yield site
-        elif other.site.op == BLOCK:
-            yield replace(site, verdict=Verdict.DRIFT, sentence="a block boundary: see the ops inside")
-        elif inputs and same_place and not switches and record.implementation == other.implementation:
-            text = f"inputs are bit-equal, {' and '.join(differs)} not: this op"
-            yield replace(site, verdict=Verdict.DIVERGED, sentence=text)
-        else:
-            yield _decided(site, judge(record, other) if judge else None)
+    walk = _Walk(reference, candidate, intent or Intent(), judge)
+    with SideBySide(reference, candidate, threads) as tensors:
+        ahead: list[_Pair] = []
+        for a, b in pairs:
+            ahead.append(_Pair(a, b, tensors))
+            if len(ahead) > AHEAD:
+                yield walk.site(ahead.pop(0))
+        for pair in ahead:
+            yield walk.site(pair)
 
 
-def _decided(site: SiteDiff, decision: Decision | None) -> SiteDiff:
-    """A site with its judge's decision; what is explained but had other inputs is judged DRIFT."""
-    intent = f"differs by intent: {', '.join(site.intended)}" if site.intended and site.inputs_equal else ""
-    if decision is None:
-        known = (
-            "inputs are bit-equal, what computed them is not the same"
-            if site.inputs_equal
-            else "inputs already differed"
-        )
-        return replace(site, verdict=Verdict.DRIFT, judged=False, sentence=f"{intent or known}; not judged")
-    explained = decision.verdict <= Verdict.ROUNDING
-    drift = explained and (not site.inputs_equal or bool(intent))
-    return replace(
-        site, verdict=Verdict.DRIFT if drift else decision.verdict, where=decision.where,
-        sentence=intent if intent and explained else decision.sentence, fingerprints=decision.fingerprints,
-    )  # fmt: skip
+class _Pair:
+    """Two records of one site, whose tensors are being compared."""
+
+    def __init__(self, a: SiteRecord, b: SiteRecord, tensors: SideBySide) -> None:
+        self.a, self.b = a, b
+        first, second = a.tensors(), b.tensors()
+        self._found = {n: tensors.compare(a, b, n, first[n], second[n]) for n in first if n in second}
+        self._only = {name for name in {**first, **second} if (name in first) != (name in second)}
+
+    @property
+    def only_writes(self) -> bool:
+        """Whether a filter left the call out of a trace and kept only its writes: every op has tensors as inputs."""
+        return any(r.site.op != BLOCK and bool(r.mutated) and not r.inputs for r in (self.a, self.b))
+
+    def tensor(self, name: str) -> TensorDiff:
+        if name in self._only:
+            return TensorDiff(reason="only one of the traces has it")
+        return self._found[name]()
+
+    def outputs(self) -> dict[str, TensorDiff]:
+        """Outputs and cache writes. A call that a filter kept for its writes only has no outputs to compare."""
+        a, b = self.a, self.b
+        found = {} if self.only_writes else {name: self.tensor(f"out/{name}") for name in {**a.outputs, **b.outputs}}
+        return found | {arg: self.write(arg) for arg in {**a.mutated, **b.mutated}}
+
+    def write(self, arg: str) -> TensorDiff:
+        """A cache write: its records where the slots agree, else the part that does not."""
+        if (arg in self.a.mutated) != (arg in self.b.mutated):
+            return TensorDiff(reason="only one of the traces wrote to it")
+        parts = {**self.a.mutated[arg].tensors, **self.b.mutated[arg].tensors}
+        diffs = {part: self.tensor(f"mut/{arg}/{part}") for part in parts}
+        differ = {part: d for part, d in diffs.items() if not d.equal}
+        for part, words in _PARTS.items():
+            if part in differ:
+                return replace(differ[part], reason=words) if words else differ[part]
+        return EQUAL
 
 
-def missing_sites(reference: Trace, candidate: Trace) -> tuple[list[str], list[str]]:
-    """Paths of sites that only one of the traces holds: (only reference, only candidate)."""
-    a = {r.site.path: None for r in reference.sites()}
-    b = {r.site.path: None for r in candidate.sites()}
-    return [p for p in a if p not in b], [p for p in b if p not in a]
+@dataclass
+class _Inside:
+    """What a block boundary stands for: the ops compared inside it, in one step."""
+
+    sites: int = 0
+    differing: int = 0
+    verdict: Verdict = Verdict.PASS
+    unjudged: str = ""
+    caches: dict[str, bool] = field(default_factory=dict)  # whether they differed when the block first saw them
 
 
 class _Walk:
-    """Compares tensors once each: an input that is an earlier output is not read again; caches by their writes."""
+    """Goes from site to site; knows which caches differ by now and what the ops of a block came to."""
 
-    def __init__(self, reference: Trace, candidate: Trace) -> None:
-        self._traces = (reference, candidate)
-        self._known: dict[tuple[str, str], TensorDiff] = {}
-        self._changed: set[str] = {
-            name for name, spec in candidate.caches.items() if reference.caches.get(name) != spec
-        }  # caches whose contents differ by now
+    def __init__(self, reference: Trace, candidate: Trace, intent: Intent, judge: Judge | None) -> None:
+        self._caches = CacheWatch(reference, candidate)
+        self._intent = intent
+        self._judge = judge
+        self._same_place = reference.manifest.get("environment") == candidate.manifest.get("environment")
+        self._same_plan = reference.manifest.get("plan") == candidate.manifest.get("plan")
+        self._inside: dict[tuple[str, str], _Inside] = {}
 
-    def inputs(self, a: SiteRecord, b: SiteRecord) -> bool:
-        if set(a.inputs) != set(b.inputs) or a.absent != b.absent or a.weights != b.weights or _attrs(a) != _attrs(b):
-            return False
-        if {k: (c.cache, c.version) for k, c in a.caches.items()} != {
-            k: (c.cache, c.version) for k, c in b.caches.items()
-        }:
-            return False
-        if any(c.cache in self._changed for c in b.caches.values()):
-            return False
-        return all(self._tensor(a, b, f"in/{name}").equal for name in b.inputs)
+    def site(self, pair: _Pair) -> SiteDiff:
+        a, b = pair.a, pair.b
+        outputs = pair.outputs()
+        if pair.only_writes:
+            return self._left_out(SiteDiff(b, a, outputs=outputs))
+        inputs, by_intent = self._inputs(pair)
+        site = SiteDiff(b, a, inputs=inputs, outputs=outputs)
+        intended = (*self._intent.switches.get(b.site.op, ()), *by_intent)
+        if b.site.op == BLOCK:
+            return self._block(site)
+        self._take_writes(site)
+        if site.differs:
+            site = replace(site, intended=intended)
+            explained = set(inputs) <= set(by_intent)
+            same = self._same_place and not intended and a.implementation == b.implementation and a.site.op == b.site.op
+            site = self._at_fault(site) if explained and same else self._decided(site, explained)
+        elif inputs:
+            site = self._unmoved(site)
+        self._note(site)
+        return site
 
-    def outputs(self, a: SiteRecord, b: SiteRecord) -> dict[str, TensorDiff]:
-        found = {}
-        for name in {**a.outputs, **b.outputs}:
-            if name in a.outputs and name in b.outputs:
-                found[name] = self._tensor(a, b, f"out/{name}")
+    def _inputs(self, pair: _Pair) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What differs of the inputs, in words; and which of that is so on purpose."""
+        a, b = pair.a, pair.b
+        found, intended = [], []
+        if a.site.op != b.site.op:
+            found.append("the op")
+        given, absent = ({**a.inputs, **b.inputs}, {*a.absent, *b.absent})
+        found += [name for name in given if not pair.tensor(f"in/{name}").equal]
+        found += [name for name in sorted(absent) if name not in given and (name in a.absent) != (name in b.absent)]
+        found += [name for name in {**a.weights, **b.weights} if a.weights.get(name) != b.weights.get(name)]
+        for name in {**a.attrs, **b.attrs}:
+            x, y = a.attrs.get(name), b.attrs.get(name)
+            if x != y and name != "numerics":  # of the profile only what an op reads of it counts
+                found.append(f"{name} ({shorten(y)}, not {shorten(x)})")
+                if isinstance(x, str) and isinstance(y, str) and (self._intent.switches or self._intent.formats):
+                    intended.append(found[-1])  # a number format that follows from numerics or caches
+        for arg in {**a.caches, **b.caches}:
+            words = self._caches.differ(a.caches.get(arg), b.caches.get(arg))
+            if words:
+                found.append(f"cache {words}")
+                if self._intent.formats and self._caches.of_other_format(b.caches.get(arg)):
+                    intended.append(found[-1])
+            self._saw(b, arg, bool(words))
+        if b.site.op == BLOCK:
+            inside = self._inside.get((b.site.step, b.site.name), _Inside())
+            found += [f"cache {name}" for name, differed in inside.caches.items() if differed]
+        return tuple(found), tuple(intended)
+
+    def _take_writes(self, site: SiteDiff) -> None:
+        for arg in {**site.reference.mutated, **site.record.mutated}:
+            self._caches.wrote(site.reference, site.record, arg, site.outputs[arg])
+
+    def _left_out(self, site: SiteDiff) -> SiteDiff:
+        """A call of which only the cache writes were kept: no site to judge, unless they differ."""
+        for arg in site.record.caches:
+            self._saw(site.record, arg, False)
+        self._take_writes(site)
+        if not site.differs:
+            return replace(site, view=True)
+        words = "its inputs were not captured"
+        site = replace(site, verdict=Verdict.DRIFT, unjudged=words, sentence=f"{' and '.join(site.differs)} differs")
+        self._note(site)
+        return site
+
+    def _saw(self, record: SiteRecord, arg: str, differed: bool) -> None:
+        """Note for the blocks around a call whether a cache differed when they first met it."""
+        if arg in record.caches:
+            for inside in self._around(record):
+                inside.caches.setdefault(record.caches[arg].cache, differed)
+
+    def _around(self, record: SiteRecord) -> Iterator[_Inside]:
+        """The blocks that a call lies in: ``L3.attn.wq_b`` in ``L3.attn`` and ``L3``."""
+        name = record.site.name
+        while name := name.rpartition(".")[0]:
+            yield self._inside.setdefault((record.site.step, name), _Inside())
+
+    def _note(self, site: SiteDiff) -> None:
+        for inside in self._around(site.record):
+            inside.sites += 1
+            inside.differing += site.verdict != Verdict.PASS
+            inside.verdict = max(inside.verdict, site.verdict)
+            inside.unjudged = inside.unjudged or site.unjudged
+
+    def _at_fault(self, site: SiteDiff) -> SiteDiff:
+        """Equal inputs, code and place, other bits. The judge cannot acquit, but says what it looks like."""
+        names = " and ".join(site.differs)
+        same = "inputs, implementation and environment are equal"
+        decision = self._judge(site.reference, site.record) if self._judge else ""
+        if isinstance(decision, str):
+            return replace(site, verdict=Verdict.DIVERGED, sentence=f"{names} differs although {same}")
+        if decision.exact:
+            text = f"{names} differs although {same}; the candidate's is what torch yields here, the reference's is not"
+        elif decision.verdict <= Verdict.ROUNDING:
+            text = f"{names} differs although {same} (within rounding: is it repeatable?)"
+        else:
+            text = decision.sentence
+        return replace(site, verdict=Verdict.DIVERGED, sentence=text, decision=decision)
+
+    def _decided(self, site: SiteDiff, explained: bool) -> SiteDiff:
+        """A site with its judge's decision. What is right on inputs that already differed is DRIFT.
+
+        Args:
+            explained: inputs are equal but for what differs on purpose.
+        """
+        intent = f"differs on purpose: {', '.join(site.intended)}" if site.intended and explained else ""
+        decision = self._judge(site.reference, site.record) if self._judge else "no judge"
+        if isinstance(decision, str):
+            if site.inputs and not intent:
+                known = f"inputs already differed ({_list(site.inputs)})"
             else:
-                found[name] = TensorDiff(False, reason="only one of the traces has it")
-        for arg in {**a.mutated, **b.mutated}:
-            found[arg] = self._writes(a, b, arg)
-        return found
+                known = intent or "inputs are equal, implementation or environment are not"
+            return replace(site, verdict=Verdict.DRIFT, unjudged=decision, sentence=known)
+        site = replace(site, decision=decision, verdict=decision.verdict, sentence=decision.sentence)
+        if decision.verdict > Verdict.ROUNDING:
+            return site
+        if intent:
+            return replace(site, verdict=Verdict.DRIFT, sentence=intent)
+        if site.inputs:
+            text = "as torch bit for bit" if decision.exact else decision.sentence
+            return replace(site, verdict=Verdict.DRIFT, sentence=f"on its own inputs {text}")
+        return replace(site, verdict=Verdict.ROUNDING)
 
-    def _writes(self, a: SiteRecord, b: SiteRecord, arg: str) -> TensorDiff:
-        parts = [set(r.mutated[arg].tensors) if arg in r.mutated else set() for r in (a, b)]
-        result = TensorDiff(False, reason="the writes have other parts")
-        if parts[0] == parts[1]:
-            diffs = [self._tensor(a, b, f"mut/{arg}/{part}") for part in sorted(parts[0])]
-            result = next((d for d in diffs if not d.equal), TensorDiff(True))
-        if not result.equal and arg in b.caches:
-            self._changed.add(b.caches[arg].cache)
-        return result
+    def _unmoved(self, site: SiteDiff) -> SiteDiff:
+        """Other inputs, the same outputs: right where the judge says so."""
+        decision = self._judge(site.reference, site.record) if self._judge else "no judge"
+        if isinstance(decision, str):
+            return replace(
+                site, unjudged=decision, sentence=f"outputs are equal, inputs are not ({_list(site.inputs)})"
+            )
+        if decision.verdict <= Verdict.ROUNDING:
+            return replace(site, decision=decision)
+        text = f"outputs did not follow the inputs ({_list(site.inputs)}): {decision.sentence}"
+        return replace(site, verdict=decision.verdict, sentence=text, decision=decision)
 
-    def _tensor(self, a: SiteRecord, b: SiteRecord, name: str) -> TensorDiff:
-        first, second = a.tensors()[name], b.tensors()[name]
-        key = (first.origin or f"{a.site.path}/{name}", second.origin or f"{b.site.path}/{name}")
-        key = (key[0].removeprefix("/steps/"), key[1].removeprefix("/steps/"))
-        if key not in self._known:
-            self._known[key] = self._compare(a, b, name, first, second)
-        return self._known[key]
-
-    def _compare(self, a: SiteRecord, b: SiteRecord, name: str, first: TensorSpec, second: TensorSpec) -> TensorDiff:
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
-            return TensorDiff(False, reason=f"{first.dtype} {first.shape} and {second.dtype} {second.shape}")
-        x, y = self._traces[0].read(a, name), self._traces[1].read(b, name)
-        if same_bits(x, y):
-            return TensorDiff(True)
-        return tensor_diff(x, y, first.dtype)
-
-
-def tensor_diff(x: np.ndarray, y: np.ndarray, dtype: str) -> TensorDiff:
-    """How two unequal tensors (raw bits, same shape and dtype) differ: rows are the first dim, one pass."""
-    rows = x.shape[0] if x.ndim else 1
-    different = x.reshape(rows, -1) != y.reshape(rows, -1)
-    share = float(np.count_nonzero(different) / different.size)
-    row = int(np.argmax(different.any(axis=1)))
-    if dtype not in FLOATS:
-        return TensorDiff(False, share=share, row=row, reason=f"{share:.1%} of the {dtype} values differ")
-    found = rows_apart(view_bits(x, dtype).reshape(rows, -1), view_bits(y, dtype).reshape(rows, -1))
-    with np.errstate(all="ignore"):
-        errors = np.sqrt(found["difference2"] / np.maximum(found["a2"], np.float32(1e-30)))
-        errors = np.where(np.isfinite(errors), errors, np.inf)
-        whole = float(
-            np.sqrt(found["difference2"].sum(dtype=np.float64) / max(found["a2"].sum(dtype=np.float64), 1e-30))
-        )
-    worst = int(np.argmax(errors))
-    return TensorDiff(False, whole if np.isfinite(whole) else float("inf"), float(errors[worst]), worst, share)
+    def _block(self, site: SiteDiff) -> SiteDiff:
+        """A boundary: what its ops came to; evidence of its own only where none of those that differ was captured."""
+        b = site.record
+        inside = self._inside.pop((b.site.step, b.site.name), _Inside())
+        site = replace(site, view=inside.sites > 0)
+        if inside.differing:
+            text = f"{inside.differing} of {inside.sites} ops inside differ"
+            return replace(site, verdict=inside.verdict, unjudged=inside.unjudged, sentence=text)
+        if not site.differs:
+            return site
+        if site.inputs or not (self._same_place and self._same_plan and not self._intent.switches):
+            known = f"inputs already differed ({_list(site.inputs)})" if site.inputs else "plan or environment differ"
+            words = "a block cannot be judged, and no op inside that differs was captured"
+            return replace(site, verdict=Verdict.DRIFT, unjudged=words, sentence=known, view=False)
+        what = "no op inside that differs was captured" if inside.sites else "no op inside was captured"
+        text = f"inputs are bit-equal, {' and '.join(site.differs)} is not; {what}"
+        return replace(site, verdict=Verdict.DIVERGED, sentence=text, view=False)
 
 
-def _attrs(record: SiteRecord) -> dict[str, Any]:
-    """Scalar arguments that are inputs; the numerics profile is judged by its switches."""
-    return {k: v for k, v in record.attrs.items() if k != "numerics"}
+def add_fault(result: Diff, reference: Trace, candidate: Trace) -> None:
+    """Add the call in which an error ended the candidate's capture, if the reference got past it, as a FAULT."""
+    error = one_line(str(candidate.manifest.get("error", "")))
+    if not error or error.startswith(_NOT_ITS_FAULT):
+        return
+    last = [r for r in candidate.sites() if not r.complete and r.site.op != BLOCK]
+    passed = {r.site.path: r for r in reference.sites() if r.complete}
+    if last and last[-1].site.path in passed:
+        text = f"the candidate's capture ended inside this call: {error}"
+        result.sites.append(SiteDiff(last[-1], passed[last[-1].site.path], Verdict.FAULT, sentence=text))
 
 
-def _same_environment(a: Trace, b: Trace) -> bool:
-    return a.manifest.get("environment") == b.manifest.get("environment")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _list(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

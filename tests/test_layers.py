@@ -13,20 +13,23 @@ ROOT = Path(__file__).parent.parent / "dsv4dbg"
 
 # what a part of the package may import besides itself
 ALLOWED = {
-    "cli": {"tui", "bisect", "model", "kernels", "verdict", "compare", "trace", "plan", "pages", "site", "errors"},
-    "tui": {"verdict", "compare", "trace", "plan", "pages", "site", "errors"},
-    "bisect": {"model", "kernels", "verdict", "compare", "trace", "plan", "pages", "site", "errors"},
+    "cli": {
+        "tui", "bisect", "diff", "model", "kernels", "verdict", "compare", "trace", "plan", "pages", "site", "errors",
+    },
+    "tui": {"diff", "verdict", "compare", "trace", "plan", "pages", "site", "errors"},
+    "bisect": {"diff", "model", "kernels", "verdict", "compare", "trace", "plan", "pages", "site", "errors"},
     "model": {"kernels", "compare", "trace", "plan", "pages", "site", "errors"},
     "kernels": {"compare", "plan", "pages", "site", "errors"},
     "verdict": {"compare", "pages", "site", "errors"},
     "trace": {"pages", "site", "errors"},
+    "diff": {"compare", "trace", "site", "errors"},
     "plan": {"site", "errors"},
     "compare": set(),
     "pages": set(),
     "site": {"errors"},
     "errors": set(),
-}
-NUMPY_LEVEL = ("errors", "site", "plan", "pages", "compare", "trace", "verdict", "tui")  # never import torch
+}  # fmt: skip
+NUMPY_LEVEL = ("errors", "site", "plan", "pages", "compare", "trace", "verdict", "diff", "tui")  # never import torch
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

@@ -19,6 +19,7 @@ from dsv4dbg.kernels.numerics import Numerics, profile
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import Implementation, registry
 from dsv4dbg.model.weights import ModelWeights
+from dsv4dbg.trace.caches import CacheReplay
 from dsv4dbg.trace.reader import Trace
 from dsv4dbg.trace.records import SiteRecord
 
@@ -36,7 +37,7 @@ class SiteCall:
     """A call taken from a trace, ready to be run.
 
     Attributes:
-        args: all arguments by name, caches as private copies.
+        args: all arguments by name, caches rebuilt as they were before the call.
     """
 
     op: Op
@@ -54,11 +55,16 @@ def to_tensor(bits: np.ndarray, dtype: str, device: torch.device) -> torch.Tenso
     return tensor.view(_TORCH[dtype]).to(device)
 
 
-def load_call(trace: Trace, record: SiteRecord, weights: ModelWeights | None, device: torch.device) -> SiteCall:
+def load_call(
+    trace: Trace, record: SiteRecord, weights: ModelWeights | None, device: torch.device,
+    caches: CacheReplay | None = None,
+) -> SiteCall:  # fmt: skip
     """Arguments of a site.
 
     Args:
         weights: the model that the trace was made with, for sites that have weights.
+        caches: of the same trace, for walks through many sites: on the CPU the call's caches are then its own, good
+            until the next call is loaded, and must not be written to (`run` does not).
 
     Raises:
         DbgError: the trace lacks something, the weights are not at hand or are not the trace's.
@@ -78,7 +84,7 @@ def load_call(trace: Trace, record: SiteRecord, weights: ModelWeights | None, de
     for name, reference in record.weights.items():
         args[name] = _weight(reference, weights, record)
     for name, reference in record.caches.items():
-        data = torch.from_numpy(trace.cache_at(record.site.step, record.site.name, name)).to(device)
+        data = torch.from_numpy((caches or CacheReplay(trace)).at(record, name)).to(device)
         args[name] = Cache(reference.cache, data, trace.caches[reference.cache].layout)
     numerics = profile(record.attrs.get("numerics", trace.manifest.get("numerics", "official")))
     return SiteCall(op, args, numerics)

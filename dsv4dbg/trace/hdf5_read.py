@@ -34,6 +34,7 @@ class Hdf5Reader:
         self._root = h5g.open(self._id, b"/")
         self._groups: dict[str, h5g.GroupID] = {}  # those on the way to the last dataset, by path
         self._kinds: dict[np.dtype, h5t.TypeID] = {}
+        self._places: dict[int, tuple[str, tuple[int, ...], int]] = {}  # address of a dataset -> dtype, shape, place
 
     def close(self) -> None:
         if self._id.valid:
@@ -45,7 +46,7 @@ class Hdf5Reader:
 
     def text(self, name: str) -> bytes:
         """A string dataset at the root."""
-        dataset = self._dataset(f"/{name}")
+        dataset = self._dataset(self._root, name, f"/{name}")
         kind = dataset.get_type()
         if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str() or dataset.shape != ():
             raise ValueError(f"/{name} is not one string of fixed length")
@@ -59,7 +60,13 @@ class Hdf5Reader:
 
         0 for an empty dataset. No two datasets that are not empty and not the same lie at one offset.
         """
-        dataset = self._dataset(path)
+        parent, _, name = path.rpartition("/")
+        group = self._group(parent)
+        address = self._address(group, name, path)
+        known = self._places.get(address)
+        if known is not None and known[:2] == (dtype, shape):
+            return known[2]
+        dataset = self._dataset(group, name, path)
         if storage not in self._kinds:
             self._kinds[storage] = h5t.py_create(storage)
         if not dataset.get_type().equal(self._kinds[storage]) or self._dtype_attr(dataset) != dtype:
@@ -67,12 +74,13 @@ class Hdf5Reader:
         if dataset.shape != shape:
             raise ValueError(f"{path} has shape {list(dataset.shape or ())}, and the index says {list(shape)}")
         self._check_extent(dataset, path, math.prod(shape) * storage.itemsize)
-        return dataset.get_offset() or 0
+        place = dataset.get_offset() or 0
+        self._places[address] = (dtype, shape, place)
+        return place
 
-    def _dataset(self, path: str) -> h5d.DatasetID:
-        """Open the contiguous dataset at ``path`` by hard links only."""
-        parent, _, name = path.rpartition("/")
-        found = self._member(self._group(parent), name, path)
+    def _dataset(self, group: h5g.GroupID, name: str, path: str) -> h5d.DatasetID:
+        """Open the contiguous dataset ``name`` in ``group``, by a hard link only."""
+        found = self._member(group, name, path)
         if not isinstance(found, h5d.DatasetID):
             raise ValueError(f"{path} is not a dataset")
         if found.get_offset() is not None:  # only contiguous storage inside this file has one
@@ -96,16 +104,21 @@ class Hdf5Reader:
             self._groups = {p: g for p, g in self._groups.items() if path.startswith(f"{p}/")} | {path: group}
         return self._groups[path]
 
-    @staticmethod
-    def _member(group: h5g.GroupID, name: str, path: str) -> Any:
+    def _member(self, group: h5g.GroupID, name: str, path: str) -> Any:
         """What a hard link leads to."""
+        self._address(group, name, path)
+        return h5o.open(group, name.encode())
+
+    @staticmethod
+    def _address(group: h5g.GroupID, name: str, path: str) -> int:
+        """Where in the file the object lies that a hard link leads to: links to one object have one address."""
         try:
-            kind = group.links.get_info(name.encode()).type
+            link = group.links.get_info(name.encode())
         except KeyError:
             raise ValueError(f"there is no {path}") from None
-        if kind != h5l.TYPE_HARD:
+        if link.type != h5l.TYPE_HARD:
             raise ValueError(f"'{name}' in {path} is a soft or external link, which is never followed")
-        return h5o.open(group, name.encode())
+        return link.u
 
     def _check_extent(self, dataset: h5d.DatasetID, path: str, nbytes: int) -> None:
         offset = dataset.get_offset()
@@ -118,9 +131,9 @@ class Hdf5Reader:
             return ""
         attr = h5a.open(dataset, b"dtype")
         kind = attr.get_type()
-        if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str() or attr.shape != ():
+        if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str():
             return ""
-        if kind.get_size() > _MAX_ATTR:
+        if not kind.get_size() == attr.get_storage_size() <= _MAX_ATTR:  # one string, and a short one
             return ""
         out = np.empty((), f"S{kind.get_size()}")
         attr.read(out, kind)
