@@ -62,11 +62,11 @@ def report(tally: Tally, by_variant: bool) -> None:
     print(*tally.wrong, sep="\n")
 
 
-def prototypes(rows: int, seeds: list[int]) -> None:
-    for name, make in PROTOTYPES.items():
+def prototypes(names: list[str], rows: int, seeds: list[int]) -> None:
+    for name in names:
         tally = Tally()
         for seed in seeds:
-            sweep([(f"seed {seed}", make(np.random.default_rng(seed), rows))], seed, tally)
+            sweep([(f"seed {seed}", PROTOTYPES[name](np.random.default_rng(seed), rows))], seed, tally)
         print(f"\n{name}, {rows} rows, seeds {seeds}")
         report(tally, by_variant=True)
 
@@ -108,12 +108,13 @@ def speed() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("prototypes", "registry", "blindspots", "speed"))
+    parser.add_argument("--ops", nargs="+", default=list(PROTOTYPES))
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[101])
     parser.add_argument("--sizes", nargs="+", default=["tiny"])
     options = parser.parse_args()
     if options.table == "prototypes":
-        prototypes(options.rows, options.seeds)
+        prototypes(options.ops, options.rows, options.seeds)
     elif options.table == "registry":
         registry_sweep(options.sizes, options.seeds)
     else:

@@ -22,8 +22,8 @@ def fp8_linear(rng: np.random.Generator, rows: int) -> Case:
 
 
 def compress_insert(rng: np.random.Generator, rows: int) -> Case:
-    """``rows`` entries of ratio 4 without overlap in one FP8 buffer."""
-    ratio, channels, tokens = 4, 128, 4 * rows
+    """``rows`` entries of ratio 2 without overlap in one FP8 buffer."""
+    ratio, channels, tokens = 2, 128, 2 * rows
     state, entries = state_layout(channels, 64, 1), kv_layout("fp8", "ocp", channels, 64, 64)
     pages = -(-tokens // 64)
     positions = torch.arange(tokens)

@@ -376,7 +376,10 @@ def effective(c: Case, candidate: Outputs) -> bool:
     """Whether a mutant has a value that the reference does not have (NaN on both sides is the same)."""
     for name, value in candidate.items():
         a, b = (x.data if name in c.op.mutates else x for x in (value, c.reference[name]))
-        if not np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True):
+        if a.dtype.kind in "iu":
+            if not np.array_equal(a, b):
+                return True
+        elif not np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True):
             return True
     return False
 
