@@ -16,6 +16,7 @@ COMMANDS = {
     "capture": "Run a forward and write every op's inputs and outputs to a trace.",
     "diff": "Compare two traces: the first op that differs, and whether it is at fault.",
     "ops": "Show ops, their contracts and implementations.",
+    "compile": "Compile every Triton kernel for AMD GPUs offline: LDS, registers, spills.",
     "doctor": "Show the environment and check this device's FP8 conversions.",
 }
 

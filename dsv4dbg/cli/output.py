@@ -39,7 +39,7 @@ def columns(rows: list[tuple[str, ...]], indent: str = "") -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+def progress(items: Iterable[T], total: int | None, what: str) -> Iterator[T]:
     """The same items, with a progress bar on stderr when that is a terminal."""
     if not sys.stderr.isatty():
         yield from items

@@ -114,7 +114,10 @@ def test_quantise_groups(kind, device):
     """Groups with every exponent, of zeros, with inf and with NaN."""
     generator = torch.Generator().manual_seed(1)
     group = 32 if kind == "fp4" else 64
-    x = torch.randn(280, group, generator=generator) * torch.exp2(torch.arange(-145, 135).clamp_max(127).float())[:, None]
+    x = (
+        torch.randn(280, group, generator=generator)
+        * torch.exp2(torch.arange(-145, 135).clamp_max(127).float())[:, None]
+    )
     x[3] = 0
     x[5, 7], x[6, 9], x[7, 0] = torch.nan, torch.inf, -torch.inf
     x[8] = torch.tensor([448.0, -448.0]).repeat(group // 2)

@@ -59,10 +59,13 @@ def load_rows(cache, page_stride, slots, valid, LAYOUT: tl.constexpr, dtype: tl.
         return operand(x, dtype)
     else:
         nope: tl.constexpr = LAYOUT[3] - LAYOUT[4]
+        groups: tl.constexpr = LAYOUT[3] // 64
         codes = tl.load(row + column, valid[:, None] & (column < nope), other=0)
-        group = field_offset(slots, page_stride, LAYOUT[2], LAYOUT[2] * LAYOUT[5], LAYOUT[6])[:, None] + column // 64
-        scale = e8m0_decode(tl.load(cache + group, valid[:, None] & (column < nope), other=127))
-        low = operand(fp8_decode(codes, LAYOUT[1]) * scale, dtype)
+        group = tl.arange(0, groups)[None, :]
+        scales = cache + field_offset(slots, page_stride, LAYOUT[2], LAYOUT[2] * LAYOUT[5], LAYOUT[6])[:, None]
+        byte = tl.load(scales + group, valid[:, None] & (group < nope // 64), other=127)
+        scale = tl.broadcast_to(e8m0_decode(byte)[:, :, None], (slots.shape[0], groups, 64))
+        low = operand(fp8_decode(codes, LAYOUT[1]) * tl.reshape(scale, codes.shape), dtype)
         rope = (row + nope).to(tl.pointer_type(tl.bfloat16)) + (column - nope)
         high = load_operand(rope, valid[:, None] & (column >= nope))
         return tl.where(column < nope, low, high.to(low.dtype))
@@ -87,12 +90,12 @@ def _step(q, keys, valid, scale, maximum, total, acc, dtype: tl.constexpr):
 def _attend(
     q, window_cache, entry_cache, indices, sink, o, lse, part_o, part_max, part_sum,
     q_token, q_head, window_stride, entry_stride, index_stride, heads, window, width, scale, per_split,
-    WINDOW: tl.constexpr, ENTRY: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, ENTRY: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of M heads, split): keys of ``per_split`` blocks of N columns; window columns come first.
 
-    With one split the outputs are written, else float32 partial sums ``part_*`` of ``[token, split, head]``.
+    Without a SPLIT the outputs are written, else float32 partial sums ``part_*`` of ``[token, split, head]``.
     """
     dtype: tl.constexpr = q.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -121,11 +124,11 @@ def _attend(
             keys = load_rows(entry_cache, entry_stride, slots, slots >= 0, ENTRY, dtype)
             maximum, total, acc = _step(rows, keys, slots >= 0, scale, maximum, total, acc, dtype)
 
-    if SPLITS == 1:
+    if not SPLIT:
         place = token * heads + head
         _finish(acc, maximum, total, sink, o, lse, place, head, real, channel)
     else:
-        place = (token * SPLITS + split) * heads + head
+        place = (token * tl.num_programs(2) + split) * heads + head
         tl.store(part_o + place[:, None] * D + channel[None, :], acc, real[:, None])
         tl.store(part_max + place, maximum, real)
         tl.store(part_sum + place, total, real)
@@ -146,8 +149,8 @@ def _finish(acc, maximum, total, sink, o, lse, place, head, real, channel):
 
 @triton.jit
 def _merge(
-    part_o, part_max, part_sum, sink, o, lse, heads,
-    SPLITS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    part_o, part_max, part_sum, sink, o, lse, heads, splits,
+    M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of M heads): the splits' partial sums brought to one maximum and added in order."""
     token = tl.program_id(0).to(tl.int64)
@@ -155,14 +158,14 @@ def _merge(
     channel = tl.arange(0, D)
     real = head < heads
     maximum = tl.full((M,), float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        place = (token * SPLITS + split) * heads + head
+    for split in range(splits):
+        place = (token * splits + split) * heads + head
         maximum = tl.maximum(maximum, tl.load(part_max + place, real, other=float("-inf")))
     top = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, D), tl.float32)
-    for split in range(SPLITS):
-        place = (token * SPLITS + split) * heads + head
+    for split in range(splits):
+        place = (token * splits + split) * heads + head
         decay = tl.exp(tl.load(part_max + place, real, other=float("-inf")) - top)
         total += tl.load(part_sum + place, real, other=0.0) * decay
         acc += tl.load(part_o + place[:, None] * D + channel[None, :], real[:, None], other=0.0) * decay[:, None]
@@ -179,7 +182,7 @@ class Config(NamedTuple):
 
 
 def config(arch: str, dtype: torch.dtype, heads: int) -> Config:
-    """Tiles that fit LDS: 64 KiB on gfx942 and RDNA, 160 KiB on gfx950, 227 KiB on Hopper."""
+    """Tiles that fit LDS (64 KiB on gfx942 and RDNA, 160 KiB on gfx950, 227 KiB on Hopper) and spill no register."""
     if arch == "cpu":  # in the interpreter large tiles are cheap and many programs are not
         return Config(max(16, triton.next_power_of_2(heads)), 128, 4, 1)
     if dtype == torch.float32:
@@ -187,8 +190,6 @@ def config(arch: str, dtype: torch.dtype, heads: int) -> Config:
     rows = min(64, max(16, triton.next_power_of_2(heads)))
     if arch.startswith("sm_"):
         return Config(rows, 64, 8, 1)
-    if arch == "gfx950":
-        return Config(rows, 64, 4, 1)
     return Config(min(rows, 32), 32, 4, 1)
 
 
@@ -228,13 +229,13 @@ def attend(
         q.stride(0), q.stride(1), window_cache.data.stride(0), entry.data.stride(0), indices.stride(0),
         heads, window, width, scale, per_split,
         WINDOW=Layout.of(window_cache), ENTRY=Layout.of(entry) if entry_cache else None,
-        SPLITS=splits, M=m, N=n, D=channels, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+        SPLIT=splits > 1, M=m, N=n, D=channels, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         rows = m if arch_of(q.device) == "cpu" else 4
         _merge[(tokens, triton.cdiv(heads, rows))](
-            part_o, part_max, part_sum, sink, o, lse, heads,
-            SPLITS=splits, M=rows, D=channels, num_warps=4, enable_fp_fusion=False,
+            part_o, part_max, part_sum, sink, o, lse, heads, splits,
+            M=rows, D=channels, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return o, lse
 
