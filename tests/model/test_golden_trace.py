@@ -10,7 +10,7 @@ import torch
 
 from dsv4dbg.bisect.rejudge import Rejudge
 from dsv4dbg.compare import Verdict
-from dsv4dbg.diff import compare_traces
+from dsv4dbg.diff import compare_traces, finished_in_both
 from dsv4dbg.model.checkpoint import open_model
 from dsv4dbg.model.recording import Request, record
 from dsv4dbg.model.weights import ModelWeights
@@ -47,10 +47,12 @@ def test_plain_h5py_reads_it() -> None:
 def test_no_site_of_it_diverges_from_a_fresh_capture(tmp_path: Path) -> None:
     patterns = (Pattern("L2-3"), Pattern("L2-3.*"))
     record(Request(prompt="The capital of France is", decode=1, sites=patterns), tmp_path / "fresh.h5")
+    weights = ModelWeights(open_model("tiny"), torch.device("cpu"))
     with Trace.open(GOLDEN) as golden, Trace.open(tmp_path / "fresh.h5") as fresh:
         fresh.manifest["environment"] = None  # another processor sums in another order: judge, do not compare bits
-        judge = Rejudge(fresh, ModelWeights(open_model("tiny"), torch.device("cpu")))
-        sites = list(compare_traces(golden, fresh, {}, judge))
-    assert len(sites) == len(golden.sites())
-    assert all(s.judged for s in sites if s.outputs)
-    assert [str(s.record.site) for s in sites if s.verdict == Verdict.DIVERGED] == []
+        pairs, result = finished_in_both(golden, fresh)
+        result.sites += compare_traces(golden, fresh, pairs, judge=Rejudge(fresh, lambda: weights))
+    assert len(result.sites) == len(golden.sites())
+    assert result.missing == 0
+    assert not result.unjudged
+    assert result.count(Verdict.DIVERGED) == 0
