@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "--jobs", type=click.IntRange(min=1), default=None, help="Compilers at once (default: half the processors)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def compile(  # noqa: A001
+def compile(
     arch: str, ops: tuple[str, ...], plugin: tuple[Path, ...], examples: bool, timeout: float, jobs: int | None,
     as_json: bool,
 ) -> None:  # fmt: skip

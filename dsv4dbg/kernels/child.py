@@ -29,7 +29,7 @@ class Child:
         self.pid = os.getpid()  # of the parent: a copy of this object in a forked process is of no use there
         ours, theirs = Pipe()
         self.connection = ours
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno())],

@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,19 +88,18 @@ def compile_launch(launch: Launch, target: GPUTarget) -> Any:
 
 
 def report(launch: Launch, name: str, task: Task, target: GPUTarget) -> KernelReport:
-    base = {"name": name, "op": task.op, "implementation": task.implementation, "arch": task.arch}
+    made = partial(KernelReport, name, task.op, task.implementation, task.arch)
     start = time.perf_counter()
     try:
         with warnings.catch_warnings(record=True) as caught, recording(target):
             warnings.simplefilter("always")
             compiled = compile_launch(launch, target)
     except Exception as error:
-        return KernelReport(**base, seconds=time.perf_counter() - start, error=_cause(error))
+        return made(seconds=time.perf_counter() - start, error=_cause(error))
     code = compiled.asm["amdgcn"]
     lds, warps = compiled.metadata.shared, compiled.metadata.num_warps
     instructions = tuple(sorted(set(re.findall(r"v_(?:s?mfmac?|s?wmmac?)_\w+", code))))
-    return KernelReport(
-        **base,
+    return made(
         warps=warps,
         lds_bytes=lds,
         lds_limit=LDS_LIMIT[task.arch],
@@ -110,7 +110,7 @@ def report(launch: Launch, name: str, task: Task, target: GPUTarget) -> KernelRe
         scratch_bytes=_number(r"\.private_segment_fixed_size:", code),
         occupancy=occupancy(task.arch, _number(r"; Occupancy:", code), lds, warps),
         matrix_instructions=instructions,
-        software_path=software_path(compiled.asm["ttir"], code, instructions, [w.message for w in caught]),
+        software_path=software_path(compiled.asm["ttir"], code, instructions, [str(w.message) for w in caught]),
         seconds=time.perf_counter() - start,
     )
 
@@ -125,7 +125,7 @@ def _cause(error: BaseException) -> str:
     where, root = "", error
     while root is not None:
         if isinstance(root, CompilationError) and root.node is not None:
-            where = f" at line {root.node.lineno} of the kernel"
+            where = f" at line {getattr(root.node, 'lineno', '?')} of the kernel"
         if root.__cause__ is None:
             break
         root = root.__cause__

@@ -1,8 +1,8 @@
 """Offline compile report: what AMD's compiler makes of every kernel, without a GPU.
 
-Implementations run with their launches recorded (`triton_run.recording`), on the shapes that they declare, or on their
-op's examples; each distinct launch is compiled for each architecture in a child process that is killed when it takes too
-long. LDS is held to its limit here: Triton compiles more than a device has, and only a driver would refuse it.
+Implementations run with their launches recorded (`triton_run.recording`), on the shapes that they declare or on their
+op's examples; each distinct launch is compiled for each architecture in a child process that is killed when it takes
+too long. LDS is held to its limit here: Triton compiles more than a device has, and only a driver would refuse it.
 """
 
 from __future__ import annotations

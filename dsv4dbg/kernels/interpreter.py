@@ -1,9 +1,9 @@
 """Triton kernels on the CPU: calls made in a process where Triton is its own interpreter.
 
-``TRITON_INTERPRET=1`` counts when Triton is first imported, and this process may need Triton as a compiler. So the first
-call starts ``python -m dsv4dbg.kernels.interpreter``, which stays for the process's life and answers one call after the
-other; a call that kills it is a `ChildDied` here, and the next one starts another. Results have the bits of the same
-call made in a process under ``TRITON_INTERPRET=1``; what the call writes to its arguments' storages is written here too.
+``TRITON_INTERPRET=1`` counts when Triton is first imported, and this process may need Triton as a compiler. So the
+first call starts ``python -m dsv4dbg.kernels.interpreter``, which stays for the process's life and answers one call
+after the other; a call that kills it is a `ChildDied` here, and the next one starts another. Results have the bits of
+the same call made in a process under ``TRITON_INTERPRET=1``; what it writes to its arguments is written here too.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _serve() -> None:
         before = [xxhash.xxh3_128_digest(storages.bytes(i)) for i in range(len(sizes))]
         error, result = None, None
         try:
-            result = _call(_find(*place), *storages.unpack(packed), fill)
+            args, kwargs = storages.unpack(packed)
+            result = _call(_find(*place), args, kwargs, fill)
         except Exception as exception:
             error = _portable(exception)
         answer = storages.pack(result)
@@ -115,7 +116,7 @@ def _serve() -> None:
 
 
 def _quicken() -> None:
-    """Patch `triton.language` for interpretation once, and not at every call of a device function (half of the time)."""
+    """Patch `triton.language` for interpretation once, not at every call of a device function (half of the time)."""
     import types
 
     import triton.language as tl
@@ -142,7 +143,8 @@ def _find(module: str, file: str, name: str) -> Callable[..., Any]:
             found = importlib.import_module(module)
         except ImportError:
             spec = importlib.util.spec_from_file_location(module, file)
-            assert spec and spec.loader
+            assert spec is not None
+            assert spec.loader is not None
             found = importlib.util.module_from_spec(spec)
             sys.modules[module] = found
             spec.loader.exec_module(found)

@@ -1,13 +1,13 @@
 """Values with tensors in them as bytes, storages apart: views of one storage stay views of one storage.
 
-A call in another process then sees what a call in this one would: strides, offsets, aliases, and the bytes around a view.
+A call in another process then sees what a call in this one would: strides, offsets, aliases, the bytes around a view.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +33,7 @@ class Storages:
         """The storage's memory, writable."""
         storage = self.storages[number]
         flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-        return memoryview(flat.numpy())
+        return memoryview(cast(Any, flat.numpy()))
 
     def pack(self, value: Any) -> bytes:
         """``value`` without the contents of its tensors (all on the CPU)."""

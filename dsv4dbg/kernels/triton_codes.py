@@ -1,29 +1,30 @@
 """Number formats and cache addresses for Triton kernels, exact on NVIDIA, on AMD and in Triton's CPU interpreter.
 
 The device-side twin of `dsv4dbg.kernels.formats` and `dsv4dbg.pages`: same rounding points, same bits. Everything is
-integer arithmetic and exact float32 products, because the interpreter truncates to bf16, rounds FP8 wrongly and computes
-bf16 on raw bit patterns, and because hardware conversions differ between devices. So a kernel
+integer arithmetic and exact float32 products, because the interpreter truncates to bf16, rounds FP8 wrongly and
+computes bf16 on raw bit patterns, and because hardware conversions differ between devices. So a kernel
 
 * loads FP8, FP4 and E8M0 as uint8 and decodes them here; bf16 and float32 are loaded as they are and `widened`;
 * computes in float32;
 * rounds with `rounded` before it stores, and with `operand` before a `dot`;
 * takes largest magnitudes with `amax`, which keeps NaN.
 
-Dialects are ``"ocp"`` and ``"fnuz"``. Kernels are launched with ``enable_fp_fusion=False``: then elementwise chains have the
-same bits on every device.
+Dialects are ``"ocp"`` and ``"fnuz"``. Kernels are launched with ``enable_fp_fusion=False``: then elementwise chains
+have the same bits on every device.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 @triton.jit
 def widened(x):
-    """bf16 or float32 values, as loaded, to float32 (exact; the interpreter's own conversion is wrong for subnormals)."""
+    """bf16 or float32, as loaded, to float32 (exact; the interpreter's own conversion is wrong for subnormals)."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -61,7 +62,7 @@ def load_operand(pointer, mask):
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a @ b`` in float32 on operands made by `operand` or `load_operand`; float32 operands are not shortened."""
+    """``acc + a @ b`` in float32 on operands of `operand` or `load_operand`; float32 operands are not shortened."""
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
@@ -181,8 +182,8 @@ def fp4_encode(x):
 def field_offset(slot, page_stride, entries: tl.constexpr, base: tl.constexpr, size: tl.constexpr):
     """Byte offset (int64) of one field's row in the records at ``slot`` (>= 0; mask what lies at -1).
 
-    ``entries`` records a page, ``page_stride`` bytes from page to page, ``size`` bytes a row; ``base`` is the first row's
-    place in its page: entries * (bytes of the fields before).
+    ``entries`` records a page, ``page_stride`` bytes from page to page, ``size`` bytes a row; ``base`` is the first
+    row's place in its page: entries * (bytes of the fields before).
     """
     slot = tl.maximum(slot, 0)
     return (slot // entries).to(tl.int64) * page_stride + (base + (slot % entries) * size)

@@ -1,8 +1,8 @@
 """How Triton implementations are declared, where they run, and how their launches are seen.
 
-On a GPU an implementation runs in this process. On CPU tensors it runs in Triton's interpreter, which must be chosen before
-Triton is imported, and so in a process of its own (`dsv4dbg.kernels.interpreter`); the caller notices nothing. For the
-compile report it runs with its launches recorded instead of made.
+On a GPU an implementation runs in this process. On CPU tensors it runs in Triton's interpreter, which must be chosen
+before Triton is imported, and so in a process of its own (`dsv4dbg.kernels.interpreter`); the caller notices nothing.
+For the compile report it runs with its launches recorded instead of made.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -25,7 +26,7 @@ from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import Shapes, Supports, implements
 from dsv4dbg.kernels.table import device_arch
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(knobs.runtime.interpret)
 EMULATED_PROCESSORS = 8  # for choices by the number of processors where there is no device
 _recorded_arch: str | None = None
 
@@ -144,7 +145,7 @@ class _Watch(TorchDispatchMode):
 class Launch:
     """One launch as an implementation asked for it; options such as ``num_warps`` are among ``kwargs``."""
 
-    kernel: JITFunction
+    kernel: Any
     grid: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -168,7 +169,7 @@ def recording(target: Any) -> Iterator[list[Launch]]:
     driver, tune = triton.runtime.driver, Autotuner.run
     before = driver.__dict__.get("_active")
     _recorded_arch, Autotuner.run = target.arch, all_configs
-    driver.set_active(_Driver(target))
+    driver.set_active(cast(Any, _Driver(target)))
     try:
         with _running(record):
             yield launches
@@ -203,7 +204,7 @@ def _running(launch: Callable[..., Any]) -> Iterator[None]:
     def replaced(run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: launch(run, self, args, kwargs)
 
-    kinds = (JITFunction, InterpretedFunction)
+    kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
     originals = [kind.run for kind in kinds]
     for kind, run in zip(kinds, originals, strict=True):
         kind.run = replaced(run)

@@ -35,11 +35,11 @@ def _encode(x, out, scale, count, BLOCK: tl.constexpr, KIND: tl.constexpr):
         tl.store(out + at, codes.rounded(value, tl.bfloat16), at < count)
     elif KIND == "fp4":
         tl.store(out + at, codes.fp4_encode(value), at < count)
-        reciprocal, byte = codes.fp4_scale(tl.abs(value))
+        _, byte = codes.fp4_scale(tl.abs(value))
         tl.store(scale + at, byte, at < count)
     else:
         tl.store(out + at, codes.fp8_encode(value, KIND), at < count)
-        reciprocal, byte = codes.fp8_scale(tl.abs(value), KIND)
+        _, byte = codes.fp8_scale(tl.abs(value), KIND)
         tl.store(scale + at, byte, at < count)
 
 

@@ -1,4 +1,4 @@
-"""Device-side number formats over all codes and many float32 values, against `formats` and ml_dtypes; the interpreter's process."""
+"""Device-side formats over all codes and many float32 values, against `formats` and ml_dtypes; the interpreter."""
 
 from __future__ import annotations
 

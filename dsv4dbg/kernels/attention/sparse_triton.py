@@ -1,9 +1,8 @@
 """Sparse attention in Triton: a pass over splits of the key lists, and a merge of the splits.
 
-One kernel serves decode and prefill: rows of a dense workspace are records of a bf16 or float32 cache with one record a
-page. Heads are the rows of the matrix products, so a row of keys is read and decoded once for a block of heads. Softmax
-runs over blocks of keys as in the official kernel (P rounded to q's dtype for PV, not for the sum), so results differ from the reference's
-in the last bits only where block sizes or splits differ.
+One kernel serves decode and prefill: rows of a dense workspace are records of a bf16 or float32 cache with one record
+a page. Heads are the rows of the matrix products, so a row of keys is read and decoded once for a block of heads.
+Softmax runs over blocks of keys as in the official kernel: P is rounded to q's dtype for PV, and not for the sum.
 """
 
 from __future__ import annotations
