@@ -3,7 +3,8 @@
 `Along` feeds a recording's tokens to the real forward while a few implementations, chosen by the plan like any
 other, put the recording in its place:
 
-* ``mhc_post`` takes the recorded sublayer output instead of ours, so every sublayer sees recorded inputs (**forced**);
+* ``mhc_post`` takes the recorded sublayer output instead of ours and yields the recorded streams, where there are
+  any, so that sublayers see recorded inputs (**forced**; `Along.judged` says which);
 * ``indexer_topk`` takes the recorded selection, after it has been noted whether ours was the same or a tie;
 * ``qnorm_rope_kv_insert`` and ``sparse_mla_*`` can repeat two traits of the program that made the recordings, which
   are not the official GPU code's (**as recorded**): one softmax maximum per row where the official kernel has a
@@ -58,10 +59,10 @@ class Recording:
             if f"decode{i}.layers.0.ffn.gate.indices" in self.tensors:
                 yield f"decode{i}", f"decode{i}", [token]
 
-    def selected(self, step: str, layer: int) -> torch.Tensor:
+    def selected(self, step: str, layer: int) -> torch.Tensor | None:
         """Which entries each token attends to, ``bool [token, 128]``."""
-        bits = self.tensors[f"{step}.layers.{layer}.attn.indexer.topk"]
-        return ((bits[..., None] >> torch.arange(8)) & 1).flatten(-2).bool()
+        bits = self.get(f"{step}.layers.{layer}.attn.indexer.topk")
+        return None if bits is None else ((bits[..., None] >> torch.arange(8)) & 1).flatten(-2).bool()
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Along:
         as_recorded: repeat the traits of the program that made the recording.
         ties: tokens whose selection differs from the recorded one by entries of exactly equal score.
         wrong: (step, layer, token) whose selection differs otherwise.
+        streams: (recorded step, layer) -> streams that we make of the recorded sublayer outputs.
     """
 
     model: Model
@@ -81,6 +83,7 @@ class Along:
     as_recorded: bool = True
     ties: int = 0
     wrong: list[tuple[str, int, int]] = field(default_factory=list)
+    streams: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     results: dict[str, StepResult] = field(default_factory=dict)
     sites: Sites = field(default_factory=Sites)
 
@@ -92,20 +95,35 @@ class Along:
         self.session.listen(self.sites)
         put_in(self.session, self._implementations())
         self._step = ""
-        self._sublayers: list[torch.Tensor | None] = []  # what mhc_post takes next
+        self._posts = 0  # calls of mhc_post in this step: two per layer
         self._csa_layers: list[int] = []  # whose selection indexer_topk takes next
 
     def run(self, steps: int | None = None) -> Along:
         """Feed all steps, or the first few."""
-        layers = range(self.model.config.num_hidden_layers)
+        config = self.model.config
         for name, recorded, ids in list(self.recording.steps())[:steps]:
-            self._step = recorded
-            self._sublayers = [
-                self.recording.get(f"{recorded}.layers.{i}.{p}") for i in layers for p in ("attn", "ffn")
-            ]
-            self._csa_layers = [i for i in layers if self.model.config.layer_kind(i) == "csa"]
+            self._step, self._posts = recorded, 0
+            self._csa_layers = [i for i in range(config.num_hidden_layers) if config.layer_kind(i) == "csa"]
             self.results[name] = self.session.step(Step(name, (Chunk(0, tuple(ids)),)))
         return self
+
+    def judged(self, part: str) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
+        """Step, layer, our output and the recorded one, wherever a part (attn, ffn, streams) had recorded inputs.
+
+        Outputs are ``bf16 [token, channel]``, streams ``[token, stream, channel]``.
+        """
+        before = {"attn": (), "ffn": ("attn",), "streams": ("attn", "ffn")}[part]
+        for name, step, _ in self.recording.steps():
+            for layer in range(self.model.config.num_hidden_layers) if name in self.results else ():
+                inputs = [f"{step}.layers.{layer}.{p}" for p in before]
+                inputs += [f"{step}.layers.{layer - 1}"] if layer else []
+                theirs = self.recording.get(f"{step}.layers.{layer}" + ("" if part == "streams" else f".{part}"))
+                if theirs is None or any(self.recording.get(key) is None for key in inputs):
+                    continue
+                if part == "streams":
+                    yield step, layer, self.streams[step, layer], theirs
+                else:
+                    yield step, layer, self.sites.outputs[name][f"L{layer}.{part}"]["y"], theirs
 
     def _implementations(self) -> dict[str, Any]:
         chosen: dict[str, Any] = {}
@@ -120,12 +138,24 @@ class Along:
         return chosen
 
     def _mhc_post(self, y, streams, post, comb, *, numerics: Numerics) -> torch.Tensor:
-        return mhc_post(self._sublayers.pop(0), streams, post, comb, numerics=numerics)
+        layer, second = divmod(self._posts, 2)
+        self._posts += 1
+        place = f"{self._step}.layers.{layer}"
+        recorded = self.recording.get(f"{place}.{'ffn' if second else 'attn'}")
+        mixed = mhc_post(y if recorded is None else recorded, streams, post, comb, numerics=numerics)
+        if not second:
+            return mixed
+        self.streams[self._step, layer] = mixed
+        recorded = self.recording.get(place)
+        return mixed if recorded is None else recorded
 
     def _topk(self, logits: torch.Tensor, lens: torch.Tensor, *, k: int) -> torch.Tensor:
         layer = self._csa_layers.pop(0)
-        member = self.recording.selected(self._step, layer)[:, : logits.shape[1]]
         ours = registry().ops["indexer_topk"](logits, lens, k=k)
+        member = self.recording.selected(self._step, layer)
+        if member is None:
+            return ours
+        member = member[:, : logits.shape[1]]
         ranked = logits.masked_fill(~member, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
         result = torch.full_like(ours, -1)
         for t, count in enumerate(member.sum(-1).tolist()):

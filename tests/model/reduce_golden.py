@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 DATA = Path(__file__).parent / "data"
 WINDOW = 128
-NEEDLE_ROWS = 6  # tokens whose sublayer outputs are kept of the long recording
+NEEDLE_ROWS = 24  # tokens whose outputs of layer 0 are kept of the long recording
 
 Tensors = dict[str, torch.Tensor]
 
@@ -66,21 +66,23 @@ def whole(tensors: Tensors) -> Tensors:
     return result
 
 
-def sublayers(tensors: Tensors, cached: tuple[int, ...] = (2, 3)) -> Tensors:
-    """Without the streams, which follow from the sublayers' outputs; caches of two layers, logits of three steps."""
+def layers(tensors: Tensors) -> Tensors:
+    """Attention of layer 0, layers 2 (CSA) and 3 (HCA) with their inputs, outputs and caches, logits of the prompt."""
+    kept = {"layers.0.attn", "layers.1", "layers.2", "layers.2.attn", "layers.2.ffn", "layers.3.attn", "layers.3.ffn"}
+    kept |= {f"layers.{i}.ffn.gate.{leaf}" for i in (0, 2, 3) for leaf in ("indices", "weights")}
+    kept |= {"layers.2.attn.indexer.topk", "layers.2.indexer.kv_cache", "layers.2.kv_cache"}
+    kept |= {f"layers.{i}.{leaf}" for i in (2, 3) for leaf in ("kv_state", "score_state")}
     result = {}
     for key, value in whole(tensors).items():
-        streams = ".layers." in key and key.rpartition(".")[2].isdigit()
-        twice = key.endswith("attn.compressor")  # they are in the final cache too
-        dropped = key.startswith("final") and key.endswith("kv_cache") and int(key.split(".")[2]) not in cached
-        dropped |= key.endswith("logits") and key.partition(".")[0] not in ends(tensors)
-        if not (streams or twice or dropped):
+        step, _, rest = key.partition(".")
+        if rest in kept or not rest or (rest == "logits" and step == "prefill"):
             result[key] = value
+    result["final.layers.3.entries"] = whole(tensors)["final.layers.3.kv_cache"][WINDOW:].contiguous()
     return result
 
 
 def choices(tensors: Tensors) -> Tensors:
-    """Experts and selected entries (as bits) of all tokens, sublayer outputs of some, three steps' logits."""
+    """Experts and selected entries (as bits) of all tokens, layer 0's sublayers of some, three steps' logits."""
     rows = torch.linspace(0, len(tensors["prompt"]) - 1, NEEDLE_ROWS).long()
     result = {"rows": rows.to(torch.int16)}
     for key in tensors:
@@ -89,7 +91,7 @@ def choices(tensors: Tensors) -> Tensors:
         if rest in ("", "logits") or rest.endswith(("gate.indices", "indexer.topk")):
             if rest != "logits" or step in ends(tensors):
                 result[key] = value
-        elif rest.endswith((".attn", ".ffn")) and step == "prefill":
+        elif key in ("prefill.layers.0.attn", "prefill.layers.0.ffn"):
             result[key] = value[rows].contiguous()
     return result
 
@@ -103,7 +105,7 @@ def bits(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def main(source: Path) -> None:
-    for name, reduce in (("paris", whole), ("random-131", sublayers), ("needle-520", choices)):
+    for name, reduce in (("paris", whole), ("random-131", layers), ("needle-520", choices)):
         target = DATA / f"{name}.safetensors"
         save_file(reduce(load_file(source / f"{name}.safetensors")), target)
         target.chmod(0o644)

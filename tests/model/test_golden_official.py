@@ -10,11 +10,12 @@ Every sublayer is fed the recorded inputs (`golden_forward`), so each is judged 
   whole step with probability |d| / step: in the mean square |d| 2^-3 |x| <= 2^-11 x^2. Quantisers with independent
   flips add in squares; gains of the layers in between are about 1.
 * What can be equal is equal: routing, selections up to exact ties, the answers.
+
+All of it holds for any order of float32 sums: with float64 sums, and with sums cut into 16 or 32 terms, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -25,11 +26,12 @@ from dsv4dbg.kernels.numerics import HF, OFFICIAL
 from dsv4dbg.model.run import Session, generate
 
 CPU = torch.device("cpu")
-LAYERS = range(6)
 STEP = 2**-5.5  # root mean square, relative: one FP8 quantiser whose inputs are all off by one bf16 step
 QUANTIZERS = {"attn": 3, "ffn": 1}  # on unequal inputs: wq_b, cache records, wo_b; w2
 FORCED = ("paris", "random-131")
-SAME = 0.9  # share of tokens with the recorded bits in all channels; 0.97 to 1 here, below 0.75 if a rounding moves
+# Share of tokens with the recorded bits in all channels. Here 0.97 to 1. In another order of sums 0.85: an entry that
+# one tie has moved reaches all later tokens of its layer. With a rounding moved below 0.6.
+SAME = 0.75
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +54,9 @@ def runs(model, recordings) -> dict[tuple[str, bool], Along]:
     }
 
 
-def sublayers(run: Along) -> Iterator[tuple[str, int, str, torch.Tensor, torch.Tensor]]:
-    """Step, layer, sublayer, our output and the recorded one, ``bf16 [token, channel]``."""
-    for name, step, _ in run.recording.steps():
-        if name in run.sites.outputs:
-            for layer in LAYERS:
-                for part in ("attn", "ffn"):
-                    theirs = run.recording.get(f"{step}.layers.{layer}.{part}")
-                    if theirs is not None:
-                        yield step, layer, part, run.sites.outputs[name][f"L{layer}.{part}"]["y"], theirs
-
-
 def joined(run: Along, part: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Our and the recorded outputs of all layers and steps, float64 ``[token, channel]``."""
-    pairs = [(ours, theirs) for _, _, p, ours, theirs in sublayers(run) if p == part]
+    pairs = [(ours.flatten(1), theirs.flatten(1)) for *_, ours, theirs in run.judged(part)]
     return tuple(torch.cat(side).double() for side in zip(*pairs, strict=True))
 
 
@@ -89,40 +80,38 @@ def test_recorded_bits(runs, name, part):
     ours, theirs = joined(runs[name, True], part)
     assert same_tokens(ours, theirs) > SAME
     # what is left are single values at a tie: a small part of what all values off by one step would make
-    assert spread(ours, theirs) < 0.1 * STEP * QUANTIZERS[part] ** 0.5
+    assert spread(ours, theirs) < 0.2 * STEP * QUANTIZERS[part] ** 0.5
 
 
-def test_recorded_streams_and_logits(runs):
-    """Streams follow from the sublayers' outputs: four streams, 1,024 values per token."""
-    run = runs["paris", True]
+@pytest.mark.parametrize("name", FORCED)
+def test_recorded_streams(runs, name):
+    ours, theirs = joined(runs[name, True], "streams")
+    assert (ours == theirs).double().mean() > 0.999
+    assert relative(ours, theirs).max() < 2**-8
+
+
+@pytest.mark.parametrize("as_recorded", [True, False])
+def test_recorded_logits(runs, as_recorded):
+    """256 float32 products each; ours and theirs differ by the order of their sums, and by that of the head mix."""
+    run = runs["paris", as_recorded]
     for name, step, _ in run.recording.steps():
-        for layer in LAYERS:
-            ours, theirs = run.sites.outputs[name][f"L{layer}"]["streams"], run.recording.get(f"{step}.layers.{layer}")
-            assert (ours == theirs).double().mean() > 0.995, (step, layer)
-            assert relative(ours, theirs).max() < 2**-8, (step, layer)
-    for name in FORCED:
-        for ours_step, step, _ in runs[name, True].recording.steps():
-            theirs = runs[name, True].recording.get(f"{step}.logits")
-            if theirs is not None:
-                # 256 products each, float32; ours and theirs differ by the order of their sum at most
-                assert spread(runs[name, True].results[ours_step].logits[0], theirs) < 256**0.5 * 2**-24
+        assert spread(run.results[name].logits[0], run.recording.get(f"{step}.logits")) < 256**0.5 * 2**-20
 
 
 @pytest.mark.parametrize("name", FORCED)
 @pytest.mark.parametrize("as_recorded", [True, False])
 def test_choices(runs, name, as_recorded):
     run = runs[name, as_recorded]
-    for ours_step, step, _ in run.recording.steps():
-        sites = run.sites.outputs[ours_step]
-        for layer in LAYERS:
-            router = sites.get(f"L{layer}.ffn.moe_router") or sites[f"L{layer}.ffn.hash_router"]
-            experts, order = router["ids"].sort(1)
-            theirs, their_order = run.recording.get(f"{step}.layers.{layer}.ffn.gate.indices").int().sort(1)
-            assert torch.equal(experts, theirs), (step, layer)
-            weights = run.recording.get(f"{step}.layers.{layer}.ffn.gate.weights").gather(1, their_order)
-            # streams may be off by a bf16 step in single channels of paris
-            torch.testing.assert_close(router["weights"].gather(1, order), weights, rtol=2**-10, atol=0)
     assert not run.wrong
+    for step, layer, *_ in run.judged("ffn"):
+        sites = run.sites.outputs["prefill0" if step == "prefill" else step]
+        router = sites.get(f"L{layer}.ffn.moe_router") or sites[f"L{layer}.ffn.hash_router"]
+        experts, order = router["ids"].sort(1)
+        theirs, their_order = run.recording.get(f"{step}.layers.{layer}.ffn.gate.indices").int().sort(1)
+        assert torch.equal(experts, theirs), (step, layer)
+        weights = run.recording.get(f"{step}.layers.{layer}.ffn.gate.weights").gather(1, their_order)
+        # single channels of the router's input may be off by a bf16 step
+        torch.testing.assert_close(router["weights"].gather(1, order), weights, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -131,7 +120,7 @@ def test_shipped_reference_is_as_near_as_its_own_variant(runs, name, part):
     shipped, theirs = joined(runs[name, False], part)
     variant, _ = joined(runs[name, True], part)
     assert relative(shipped, theirs).max() < QUANTIZERS[part] ** 0.5 * STEP
-    assert spread(shipped, theirs) <= 1.2 * spread(shipped, variant) + 0.1 * STEP
+    assert spread(shipped, theirs) <= 1.2 * spread(shipped, variant) + 0.2 * STEP
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -154,43 +143,39 @@ def test_differences_have_no_direction(runs, name):
 @pytest.mark.parametrize("name", FORCED)
 @pytest.mark.parametrize("as_recorded", [True, False])
 def test_caches(runs, name, as_recorded):
-    """Window ring, compressed entries and indexer keys bit for bit but for single codes, states as float32 allows."""
+    """Window ring, compressed entries, indexer keys: recorded bits but for single codes; states as float32 allows."""
     run = runs[name, as_recorded]
-    for layer in LAYERS:
+    for layer in sorted({layer for _, layer, *_ in run.judged("attn")}):
         theirs = {
             key.split(".", 3)[3]: value
             for key, value in run.recording.tensors.items()
             if key.startswith(f"final.layers.{layer}.")
         }
         ours = official_caches(run.session, layer)
-        rows = torch.cat((ours["window"], ours.get("entries", ours["window"][:0])))
-        pairs = [(rows, theirs.get("kv_cache")), (ours.get("index"), theirs.get("indexer.kv_cache"))]
-        for mine, recorded in pairs:
-            if recorded is not None:
-                assert mine.shape == recorded.shape
-                assert (mine != recorded).sum() <= 2, layer  # a pair of rope channels turns together
-                assert relative(mine, recorded).max() < 2**-4, layer
-        for key in ("kv_state", "score_state"):
-            if key in theirs:
-                recorded = theirs[key][: len(ours[key])]  # rows beyond hold tokens of an earlier window
-                # 256 products of bf16 numbers in float32, inputs off by a bf16 step in single channels at most
-                assert (ours[key] - recorded).abs().max() < 256**-0.5 * 2**-7 * recorded.abs().max(), (layer, key)
+        ours["kv_cache"] = torch.cat((ours["window"], ours.get("entries", ours["window"][:0])))
+        ours["indexer.kv_cache"] = ours.pop("index", None)
+        for key, recorded in theirs.items():
+            if key in ("kv_state", "score_state"):
+                recorded = recorded[: len(ours[key])]  # rows beyond hold tokens of an earlier window
+                # of 256 float32 products; one of their inputs may be off by a bf16 step, a channel up to twice the usual
+                bound = 2 * 256**-0.5 * 2**-8 * recorded.abs().max()
+                assert (ours[key] - recorded).abs().max() <= bound, (layer, key)
+            else:
+                assert ours[key].shape == recorded.shape
+                # a pair of rope channels turns together; another order of sums moves a few more
+                assert (ours[key] != recorded).sum() <= 2 + 2**-11 * recorded.numel(), (layer, key)
+                assert relative(ours[key], recorded).max() < 2**-4, (layer, key)
 
 
-PLAIN = (0, 1, 3, 5)  # layers in which the first 64 tokens of a prompt see one block of keys
-
-
-def plain_share(run: Along) -> dict[int, float]:
-    """Where no trait of the recording program shows: share of the recorded bits in the first 64 tokens, by layer."""
-    return {
-        layer: same_tokens(ours[:64], theirs[:64])
-        for step, layer, part, ours, theirs in sublayers(run)
-        if step == "prefill" and part == "attn" and layer in PLAIN
-    }
+def plain_share(run: Along) -> float:
+    """Where no trait of the recording program shows: share of the recorded bits in layer 0, first 64 tokens."""
+    ours, theirs = next((o, t) for step, layer, o, t in run.judged("attn") if (step, layer) == ("prefill", 0))
+    return same_tokens(ours[:64], theirs[:64])
 
 
 def test_shipped_bits_where_no_trait_shows(runs):
-    assert min(plain_share(runs["random-131", False]).values()) > SAME
+    """One block of keys, no tail of a vector register."""
+    assert plain_share(runs["random-131", False]) > SAME
 
 
 SEEN_IN = {
@@ -207,17 +192,13 @@ def test_a_moved_rounding_is_seen(recordings, switch):
     numerics = replace(OFFICIAL, name=switch, **{switch: getattr(HF, switch)})
     part = SEEN_IN[switch]
     if part == "plain":
-        run = Along(open_tiny(numerics), recordings["random-131"], as_recorded=False).run(steps=1)
-        assert max(plain_share(run).values()) < 0.75
+        assert plain_share(Along(open_tiny(numerics), recordings["random-131"], as_recorded=False).run(steps=1)) < 0.65
         return
     run = Along(open_tiny(numerics), recordings["paris"]).run(steps=2)
-    sites = run.sites.outputs["prefill0"]
-    if part == "streams":
-        assert same_tokens(sites["L0"]["streams"], recordings["paris"].get("prefill.layers.0")) < 0.5
-    elif part == "logits":
+    if part == "logits":
         assert not torch.equal(run.results["prefill0"].logits[0], recordings["paris"].get("prefill.logits"))
     else:
-        assert min(same_tokens(ours, theirs) for _, _, p, ours, theirs in sublayers(run) if p == part) < 0.5
+        assert min(same_tokens(ours, theirs) for *_, ours, theirs in run.judged(part)) < 0.5
 
 
 def test_every_switch_is_listed():
@@ -240,7 +221,7 @@ def test_answers(model, recordings, name):
 def test_logits_of_a_free_run(model, recordings, name):
     """Only the tokens are the recorded ones; what all quantisers of six layers may do adds in squares."""
     run = Along(model, recordings[name], forced=False, as_recorded=False).run()
-    bound = (len(LAYERS) * sum(QUANTIZERS.values())) ** 0.5 * STEP
+    bound = (model.config.num_hidden_layers * sum(QUANTIZERS.values())) ** 0.5 * STEP
     for name, step, _ in run.recording.steps():
         theirs = run.recording.get(f"{step}.logits")
         if theirs is not None:
@@ -248,27 +229,26 @@ def test_logits_of_a_free_run(model, recordings, name):
 
 
 def test_free_run_of_the_long_prompt(model, recordings):
-    """506 tokens: windows that slide, more entries than the indexer may select, an HCA entry every 128.
+    """506 tokens: a window that slides, twice as many entries as the indexer may select.
 
-    As recorded, the first CSA layer still selects the recorded entries up to ties of bf16 scores; later layers see
-    inputs that ties and single flips have moved, which the shipped reference's own variant shows to the same extent.
+    The first CSA layer sees what two layers' quantisers have made of rounding; where it selects other entries, their
+    scores lie within that, and for most tokens it does not.
     """
     recording = recordings["needle-520"]
     free = Along(model, recording, forced=False).run(steps=1)
     sites = free.sites.outputs["prefill0"]
     rows = recording.get("rows").long()
-    for layer, part in ((0, "attn"), (0, "ffn"), (1, "attn"), (1, "ffn")):
-        ours, theirs = sites[f"L{layer}.{part}"]["y"][rows], recording.get(f"prefill.layers.{layer}.{part}")
-        assert same_tokens(ours, theirs) > 0.8, (layer, part)
-    chosen = sites["L2.attn.indexer.indexer_topk"]["indices"]
+    for part in ("attn", "ffn"):
+        assert same_tokens(sites[f"L0.{part}"]["y"][rows], recording.get(f"prefill.layers.0.{part}")) > SAME
     member = recording.selected("prefill", 2)
     logits = sites["L2.attn.indexer.indexer_logits"]["logits"]
+    error = (2 * sum(QUANTIZERS.values())) ** 0.5 * STEP
     unlike = 0
-    for t, (ours, theirs) in enumerate(zip(chosen, member, strict=True)):
-        mine, recorded = set(ours[ours >= 0].tolist()), set(theirs.nonzero().flatten().tolist())
-        assert len(mine) == len(recorded)
-        if mine != recorded:
+    for t, chosen in enumerate(sites["L2.attn.indexer.indexer_topk"]["indices"]):
+        ours, theirs = set(chosen[chosen >= 0].tolist()), set(member[t].nonzero().flatten().tolist())
+        assert len(ours) == len(theirs) == min(64, (t + 1) // 4)
+        if ours != theirs:
             unlike += 1
-            lost, gained = logits[t, sorted(recorded - mine)], logits[t, sorted(mine - recorded)]
-            assert torch.equal(lost.sort().values, gained.sort().values), t
-    assert 0 < unlike < 0.2 * len(rows) + 50
+            gap = logits[t, sorted(ours - theirs)].max() - logits[t, sorted(theirs - ours)].min()
+            assert gap <= 2 * error * logits[t][: (t + 1) // 4].abs().max(), t
+    assert unlike < len(member) / 3
