@@ -24,7 +24,7 @@ from verdict_cases import PROTOTYPES, examples
 from verdict_variants import CLEAN, Case, effective, mutants
 
 from dsv4dbg.compare import Verdict
-from dsv4dbg.verdict import rows_apart
+from dsv4dbg.verdict.metrics import rows_apart
 
 
 class Tally:

@@ -21,8 +21,9 @@ from dsv4dbg.kernels.arrays import CacheArray
 from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.samples import activations, fp8_weight, norm_weight, normal
-from dsv4dbg.verdict import judge, rows_apart, same_bits
 from dsv4dbg.verdict.bounds import mean_square_limit
+from dsv4dbg.verdict.judge import judge
+from dsv4dbg.verdict.metrics import rows_apart, same_bits
 from dsv4dbg.verdict.steps import E2M1, E4M3, E8M0, UNIT, half_step, scaled_grid
 
 BF16 = ml_dtypes.bfloat16

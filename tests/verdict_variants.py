@@ -23,7 +23,8 @@ from dsv4dbg.kernels.arrays import CacheArray, copied, to_array, to_arrays
 from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.numerics import OFFICIAL, Numerics
 from dsv4dbg.kernels.oracle import run_oracle
-from dsv4dbg.verdict import Judgement, judge
+from dsv4dbg.verdict.judge import judge
+from dsv4dbg.verdict.judgement import Judgement
 from dsv4dbg.verdict.noise import roundings_of
 
 Outputs = dict[str, Any]

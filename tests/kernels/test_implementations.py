@@ -28,7 +28,7 @@ from dsv4dbg.kernels.registry import Implementation, registry
 from dsv4dbg.kernels.table import device_arch
 from dsv4dbg.kernels.triton_run import Observation, observed
 from dsv4dbg.plan import REFERENCE
-from dsv4dbg.verdict import judge
+from dsv4dbg.verdict.judge import judge
 
 IMPLEMENTATIONS = [i for i in registry().implementations.values() if i.name != REFERENCE]
 SMALL = 8  # tokens of an example that is run on the CPU by default

@@ -12,7 +12,7 @@ from dsv4dbg.kernels.dims import PRESETS
 from dsv4dbg.kernels.numerics import HF, OFFICIAL, Numerics
 from dsv4dbg.kernels.oracle import run_oracle
 from dsv4dbg.kernels.registry import registry
-from dsv4dbg.verdict import judge_reference
+from dsv4dbg.verdict.judge import judge_reference
 
 OPS = sorted(registry().ops)
 
