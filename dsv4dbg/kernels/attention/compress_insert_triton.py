@@ -253,7 +253,7 @@ def compress_insert_triton(
 
     channels, overlap, dtype = len(norm_weight), width == 2 * len(norm_weight), DTYPES[act]
     count = triton.next_power_of_2(2 * ratio if overlap else ratio)
-    part = channels if on_cpu or count * channels <= TILE else KV_GROUP
+    part = channels if count * channels <= TILE else KV_GROUP
     chunk = 1 if tokens <= SHORT_CALL and not on_cpu else triton.next_power_of_2(ratio)
     programs = triton.cdiv(tokens, chunk)
     scratch = torch.empty(0 if part == channels else tokens, channels, dtype=dtype, device=kv.device)
