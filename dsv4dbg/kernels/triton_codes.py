@@ -2,7 +2,8 @@
 
 The device-side twin of `dsv4dbg.kernels.formats` and `dsv4dbg.pages`: same rounding points, same bits. Everything is
 integer arithmetic and exact float32 products, because the interpreter truncates to bf16, rounds FP8 wrongly and
-computes bf16 on raw bit patterns, and because hardware conversions differ between devices. So a kernel
+computes bf16 on raw bit patterns, and because hardware conversions to FP8 saturate in different ways; only bf16 and the
+decoding of FP8 are left to devices that do them right. So a kernel
 
 * loads FP8, FP4 and E8M0 as uint8 and decodes them here; bf16 and float32 are loaded as they are and `widened`;
 * computes in float32;
@@ -18,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
@@ -34,7 +37,9 @@ def widened(x):
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """float32 to ``dtype`` (bf16 or float32), round to nearest even, ready for `tl.store`."""
-    if dtype == tl.bfloat16:
+    if not INTERPRETED:
+        return x.to(dtype)
+    elif dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -125,9 +130,23 @@ def fp4_scale(amax):
     return power_of_two(-exponent), e8m0_encode(exponent)
 
 
+@constexpr_function
+def _decodes_fp8(dialect):
+    """Whether the device that is compiled for has an instruction for it."""
+    target = None if INTERPRETED else current_target()
+    if target is None:
+        return False
+    if target.backend == "cuda":
+        return dialect == "ocp" and target.arch >= 89
+    return target.arch in (("gfx942",) if dialect == "fnuz" else ("gfx950", "gfx1200", "gfx1201"))
+
+
 @triton.jit
 def fp8_decode(code, dialect: tl.constexpr):
-    """e4m3 bytes (uint8) to float32, through the same bits as float16 (which has e4m3's subnormals as subnormals)."""
+    """e4m3 bytes (uint8) to float32; by bits through float16, which has e4m3's subnormals as subnormals."""
+    if _decodes_fp8(dialect):
+        native: tl.constexpr = tl.float8e4b8 if dialect == "fnuz" else tl.float8e4nv
+        return code.to(native, bitcast=True).to(tl.float32)
     wide = code.to(tl.uint16)
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
     if dialect == "fnuz":
