@@ -1,8 +1,8 @@
 """indexer_q in Triton: a program takes one block of tokens after the other, with the Hadamard matrix kept at hand.
 
-A block is ``[row, pair]`` twice, even and odd channels apart; a row is a head of a token. The rotation of both halves is a
-matrix product with +-1 in q's dtype (exact products, float32 sums) and a sum and a difference of the two, so its last bits
-may differ from the reference's; everything else has the same bits.
+A block is ``[row, pair]`` twice, even and odd channels apart; a row is a head of a token. The rotation is a matrix
+product of each half with +-1 in q's dtype (exact products, float32 sums) and the sum and difference of the two, so its
+last bits may differ from the reference's; everything else has the same bits.
 """
 
 from __future__ import annotations
