@@ -14,11 +14,11 @@ from dsv4dbg.kernels.triton_run import arch_of, triton_implements
 
 @triton.jit
 def _slots(table, table_stride, pages, sequence, index, BLOCK: tl.constexpr):
-    """Slots int64 ``[token, column]`` of records ``index`` of each token's sequence; -1 for none."""
+    """Slots int32 ``[token, column]`` of records ``index`` of each token's sequence; -1 for none."""
     page = tl.maximum(index, 0) // BLOCK
     known = (index >= 0) & (page < pages)
-    page_number = tl.load(table + sequence[:, None] * table_stride + page, known, other=-1).to(tl.int64)
-    return tl.where(page_number >= 0, page_number * BLOCK + index % BLOCK, -1)
+    number = tl.load(table + sequence[:, None] * table_stride + page, known, other=-1)
+    return tl.where(number >= 0, number * BLOCK + index % BLOCK, -1)
 
 
 @triton.jit
@@ -30,30 +30,30 @@ def _build(
 ):  # fmt: skip
     programs: tl.constexpr = (WINDOW + WIDTH + COLUMNS - 1) // COLUMNS
     token = (tl.program_id(0) // programs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = (tl.program_id(0) % programs) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    first = (tl.program_id(0) % programs) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)[None, :]
     inside = token < tokens
     own = tl.load(sequence + token, inside, other=0).to(tl.int64)
 
-    position = tl.load(positions + token, inside, other=-1).to(tl.int32)[:, None]
-    recent = tl.maximum(position - (WINDOW - 1), 0) + column
-    recent = tl.where((column < WINDOW) & (recent <= position), recent, -1)
-    slots = _slots(window_table, window_table_stride, window_pages, own, recent, WINDOW_BLOCK)
-
+    slots = tl.full((TOKENS, COLUMNS), -1, tl.int32)
+    if first < WINDOW:
+        position = tl.load(positions + token, inside, other=-1).to(tl.int32)[:, None]
+        recent = tl.maximum(position - (WINDOW - 1), 0) + column
+        recent = tl.where((column < WINDOW) & (recent <= position), recent, -1)
+        slots = _slots(window_table, window_table_stride, window_pages, own, recent, WINDOW_BLOCK)
     if SOURCE != "none":
-        entry = column - WINDOW
-        here = inside[:, None] & (entry >= 0) & (entry < WIDTH)
-        if SOURCE == "selected":
-            entry = tl.load(selected + token[:, None] * selected_stride + entry, here, other=-1)
-        else:
-            visible = tl.load(entry_lens + token, inside, other=0)
-            entry = tl.where(here & (entry < visible[:, None]), entry, -1)
-        chosen = _slots(entry_table, entry_table_stride, entry_pages, own, entry, ENTRY_BLOCK)
-        slots = tl.where(column < WINDOW, slots, chosen)
-    tl.store(
-        out + token[:, None] * (WINDOW + WIDTH) + column,
-        slots.to(tl.int32),
-        inside[:, None] & (column < WINDOW + WIDTH),
-    )
+        if first + COLUMNS > WINDOW:
+            entry = column - WINDOW
+            here = inside[:, None] & (entry >= 0) & (entry < WIDTH)
+            if SOURCE == "selected":
+                entry = tl.load(selected + token[:, None] * selected_stride + entry, here, other=-1)
+            else:
+                visible = tl.load(entry_lens + token, inside, other=0)
+                entry = tl.where(here & (entry < visible[:, None]), entry, -1)
+            chosen = _slots(entry_table, entry_table_stride, entry_pages, own, entry, ENTRY_BLOCK)
+            slots = tl.where(column < WINDOW, slots, chosen)
+    place = out + token[:, None] * (WINDOW + WIDTH) + column
+    tl.store(place, slots, inside[:, None] & (column < WINDOW + WIDTH))
 
 
 def _supports(device: torch.device, arch: str, args: Mapping[str, Any]) -> str | None:

@@ -38,6 +38,7 @@ from dsv4dbg.kernels.triton_run import arch_of, triton_implements
 from dsv4dbg.pages import KV_GROUP, PageLayout, index_layout, kv_layout, state_layout
 
 TILE = 8192  # values of a window that one program holds
+PER_WARP = 1024  # of them
 SHORT_CALL = 1024  # tokens up to which every token has a program of its own
 
 
@@ -269,7 +270,7 @@ def compress_insert_triton(
         tokens, state_table.stride(0), state_table.shape[1], state.stride(0), cos_sin.stride(0), cache.data.stride(0),
         eps,
         OVERLAP=overlap, WIDTH=width, ENTRIES=entries, POOL_ACT=numerics.compressor_pool == "act", COUNT=count,
-        PART=part, **last_steps, num_warps=4, enable_fp_fusion=False,
+        PART=part, **last_steps, num_warps=min(8, max(1, count * part // PER_WARP)), enable_fp_fusion=False,
     )  # fmt: skip
     if part < channels:
         _finish[(programs,)](

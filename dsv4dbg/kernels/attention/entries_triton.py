@@ -116,6 +116,7 @@ def store_kv(x, cache, page_stride, slots, LAYOUT: tl.constexpr, SIM: tl.constex
 def store_index(x, cache, page_stride, slots, LAYOUT: tl.constexpr, SIM: tl.constexpr, act: tl.constexpr):
     """Store rows in records of kind index; a plain cache gets values rounded to FP4 and back if ``SIM``."""
     FORMAT: tl.constexpr = LAYOUT[0]
+    DIALECT: tl.constexpr = LAYOUT[1]
     ENTRIES: tl.constexpr = LAYOUT[2]
     ROWS: tl.constexpr = x.shape[0]
     CHANNELS: tl.constexpr = x.shape[1]
@@ -124,9 +125,9 @@ def store_index(x, cache, page_stride, slots, LAYOUT: tl.constexpr, SIM: tl.cons
     record = (cache + field_offset(slots, page_stride, ENTRIES, 0, LAYOUT[5]))[:, None]
     scales = cache + field_offset(slots, page_stride, ENTRIES, ENTRIES * LAYOUT[5], LAYOUT[6])
     if FORMAT == "fp8":
-        limit: tl.constexpr = 224.0 if LAYOUT[1] == "fnuz" else 448.0
+        limit: tl.constexpr = 224.0 if DIALECT == "fnuz" else 448.0
         scale = tl.div_rn(at_least(amax(x, 1), 1e-4), limit)
-        code = fp8_encode(tl.div_rn(x, tl.broadcast_to(scale[:, None], (ROWS, CHANNELS))), LAYOUT[1])
+        code = fp8_encode(tl.div_rn(x, tl.broadcast_to(scale[:, None], (ROWS, CHANNELS))), DIALECT)
         tl.store(record + channel, code, stored)
         tl.store(scales.to(tl.pointer_type(tl.float32)), scale, slots >= 0)
     else:

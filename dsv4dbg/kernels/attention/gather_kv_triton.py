@@ -27,6 +27,7 @@ def _decode(
 ):  # fmt: skip
     """Units ``program * UNITS ...`` of the records at ``slots [rows]``, decoded to ``out [rows, channel]``."""
     FORMAT: tl.constexpr = LAYOUT[0]
+    DIALECT: tl.constexpr = LAYOUT[1]
     ENTRIES: tl.constexpr = LAYOUT[2]
     PER_ROW: tl.constexpr = LAYOUT[3] // GROUP
     NOPE: tl.constexpr = (LAYOUT[3] - LAYOUT[4]) // GROUP  # units of FP8
@@ -44,7 +45,7 @@ def _decode(
         scale = e8m0_decode(tl.load(scales + group, coded, other=127))
         rope = (record + NOPE * GROUP + (group - NOPE) * (2 * GROUP)).to(tl.pointer_type(tl.bfloat16))
         rope = widened(tl.load(rope[:, None] + lane, (here & (group >= NOPE))[:, None], other=0.0))
-        value = tl.where((group < NOPE)[:, None], fp8_decode(code, LAYOUT[1]) * scale[:, None], rope)
+        value = tl.where((group < NOPE)[:, None], fp8_decode(code, DIALECT) * scale[:, None], rope)
     else:
         kind: tl.constexpr = tl.bfloat16 if FORMAT == "bf16" else tl.float32
         values = record.to(tl.pointer_type(kind)) + group * GROUP
