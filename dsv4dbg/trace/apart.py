@@ -20,8 +20,9 @@ import numpy as np
 
 from dsv4dbg.trace.records import STORAGE
 
-BLOCK = 1 << 16  # elements at a time: a dozen passes over them stay in a second-level cache of 1 MB
+BLOCK = 1 << 17  # elements at a time: enough to make the calls of numpy cheap, and few enough for the caches
 ROW = 32  # least elements of a row, if the dims have so many
+MOST_BLOCKS = 64  # kinds of blocks whose views are kept
 PENDING = 4096  # rows that are summed up together
 MATMUL = 64  # elements of a row from which one product per row beats one product with a vector of ones
 FLOATS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -81,24 +82,108 @@ class Source(Protocol):
 
 
 class Workspace:
-    """Buffers of one thread, used again for every tensor."""
+    """Buffers of one thread, used again for every tensor, and the `_Block` views into them."""
 
     def __init__(self) -> None:
-        self._raw = [np.empty(BLOCK * 8, np.uint8) for _ in range(2)]
-        self._numbers: dict[type, list[np.ndarray]] = {}
-        self._mask = np.empty(BLOCK, bool)
+        self.raw = np.empty(2 * BLOCK * 8, np.uint8)
+        self.values = np.empty(3 * BLOCK * 8, np.uint8)
+        self.mask = np.empty(BLOCK, bool)
+        self._blocks: dict[tuple[str, int, int], _Block] = {}
 
-    def raw(self, side: int, nbytes: int) -> np.ndarray:
-        return self._raw[side][:nbytes]
+    def block(self, dtype: str, count: int, width: int) -> _Block:
+        """Room for ``count`` elements of both tensors in pieces of ``width``."""
+        if len(self._blocks) > MOST_BLOCKS:
+            self._blocks.clear()
+        key = (dtype, count, width)
+        if key not in self._blocks:
+            self._blocks[key] = _Block(self, *key)
+        return self._blocks[key]
 
-    def numbers(self, kind: type, count: int) -> list[np.ndarray]:
-        """Three arrays of ``count`` numbers: room for a, b and their difference."""
-        if kind not in self._numbers:
-            self._numbers[kind] = [np.empty(BLOCK, kind) for _ in range(3)]
-        return [buffer[:count] for buffer in self._numbers[kind]]
 
-    def mask(self, count: int) -> np.ndarray:
-        return self._mask[:count]
+class _Block:
+    """One block of both tensors: their bits, and where they are numbers these and their difference.
+
+    Numbers lie one after the other as a, b, d, so that one call takes the squares of all three. What has the kind
+    in which it is computed is read to its place there; the rest is read beside and converted.
+    """
+
+    def __init__(self, work: Workspace, dtype: str, count: int, width: int) -> None:
+        storage, number = STORAGE[dtype], FLOATS.get(dtype)
+        self.count, self.width, self.rows = count, width, count // width
+        self.numeric = number is not None
+        kind = np.dtype(np.float64 if number is np.float64 else np.float32)
+        self.values = work.values[: 3 * count * kind.itemsize].view(kind).reshape(3, count)
+        self._direct = number is not None and np.dtype(number) == kind
+        raw = (
+            self.values[:2]
+            if self._direct
+            else work.raw[: 2 * count * storage.itemsize].view(storage).reshape(2, count)
+        )
+        self.targets = tuple(half.view(np.uint8).data for half in raw)
+        self._typed = raw.view(number) if number is not None else raw
+        self._bits = raw.view(f"u{storage.itemsize}")
+        self.mask = work.mask[:count]
+        self._mask_rows = self.mask.reshape(self.rows, width)
+        self._rows = self.values.reshape(3 * self.rows, 1, width)
+        self._columns = self._rows.transpose(0, 2, 1)
+        self._ones = np.ones(width, kind)
+
+    def compare(self) -> int:
+        """Fill ``mask`` from the bits; returns how many elements differ."""
+        np.not_equal(self._bits[0], self._bits[1], out=self.mask)
+        return int(np.count_nonzero(self.mask))
+
+    def differing_rows(self, different: int) -> np.ndarray:
+        if different in (0, self.count):
+            return np.full(self.rows, different > 0)
+        if self.width == 1:
+            return self.mask.copy()
+        if self.width >= MATMUL:
+            return np.asarray(self._mask_rows.any(axis=1))
+        return np.asarray(self._mask_rows.astype(np.float32) @ self._ones.astype(np.float32) > 0)
+
+    def sums(self, different: int, found: _Running) -> np.ndarray:
+        """Sums of d^2, a^2 and b^2 of each row, ``[3, rows]``; notes the largest d and what is broken."""
+        a, b, d = self.values
+        if not different:
+            if not self._direct:
+                a[...] = self._typed[0]
+            size = self._squares(1)
+            if not math.isfinite(size.sum()):
+                a[~np.isfinite(a)] = 0
+                size = self._squares(1)
+            return np.stack((np.zeros_like(size[0]), size[0], size[0]))
+        if not self._direct:
+            self.values[:2] = self._typed
+        np.subtract(b, a, out=d)
+        squares = self._squares(3)
+        if not math.isfinite(squares.sum()):
+            self._clean(found)
+            squares = self._squares(3)
+        largest = float(np.abs(d, out=d).max())
+        if largest == math.inf:
+            largest = float(d[d < math.inf].max(initial=0.0))
+        found.largest = max(found.largest, largest)
+        return squares[[2, 0, 1]]
+
+    def _squares(self, count: int) -> np.ndarray:
+        """Sums of squares of each row of the first ``count`` of a, b, d: as products of matrices they are fastest."""
+        if self.width >= MATMUL:
+            rows = count * self.rows
+            return np.matmul(self._rows[:rows], self._columns[:rows]).reshape(count, self.rows)
+        squares = np.square(self.values[:count])
+        return squares if self.width == 1 else (squares.reshape(-1, self.width) @ self._ones).reshape(count, self.rows)
+
+    def _clean(self, found: _Running) -> None:
+        """Elements that are not finite count as 0 where they are equal, and else as an infinite difference."""
+        a, b, d = self.values
+        finite_a, finite_b = np.isfinite(a), np.isfinite(b)
+        both = finite_a & finite_b
+        found.broken += int(np.count_nonzero(finite_a & ~finite_b))
+        d[~(self.mask & both)] = 0
+        d[self.mask & ~both & ~(np.isnan(a) & np.isnan(b))] = np.inf
+        a[~finite_a] = 0
+        b[~finite_b] = 0
 
 
 @dataclass
@@ -156,28 +241,24 @@ def relative(difference2: np.ndarray, size2: np.ndarray) -> np.ndarray:
 
 def apart(a: Source, b: Source, dtype: str, shape: tuple[int, ...], work: Workspace) -> Apart:
     """Compare the reference's bits ``a`` with the candidate's ``b``, both of ``dtype`` and ``shape``."""
-    storage, elements, leading = STORAGE[dtype], math.prod(shape), row_dims(shape)
+    elements, leading = math.prod(shape), row_dims(shape)
     rows = math.prod(shape[:leading])
     if not elements:
         return Apart(rows=rows)
     columns = elements // rows
-    number, bits = FLOATS.get(dtype), np.dtype(f"u{storage.itemsize}")
-    found = _Running()
-    open_sums, open_differs = np.zeros((0 if number is None else 3, 1)), np.zeros(1, bool)
+    found, numeric = _Running(), dtype in FLOATS
+    open_sums, open_differs = np.zeros((3 if numeric else 0, 1)), np.zeros(1, bool)
     with np.errstate(all="ignore"):
         for start, count in _blocks(rows, columns):
-            x, y = (work.raw(side, count * storage.itemsize) for side in (0, 1))
-            a.fill(x.data)
-            b.fill(y.data)
-            mask = np.not_equal(x.view(bits), y.view(bits), out=work.mask(count))
-            different = int(np.count_nonzero(mask))
+            block = work.block(dtype, count, min(columns, count))
+            for source, target in zip((a, b), block.targets, strict=True):
+                source.fill(target)
+            different = block.compare()
+            if not different and count == elements:
+                return Apart(elements, rows=rows)
             found.different += different
-            width = min(columns, count)
-            differs = _any(mask, different, width, work)
-            if number is None:
-                sums = np.zeros((0, len(differs)))
-            else:
-                sums = _sums(x.view(number), y.view(number), mask, different, width, found, work)
+            differs = block.differing_rows(different)
+            sums = block.sums(different, found) if numeric else np.zeros((0, block.rows))
             if count >= columns:
                 found.add(differs, sums)
                 continue
@@ -186,7 +267,7 @@ def apart(a: Source, b: Source, dtype: str, shape: tuple[int, ...], work: Worksp
                 found.add(open_differs, open_sums)
                 open_differs, open_sums = np.zeros_like(open_differs), np.zeros_like(open_sums)
     found.settle()
-    return _summary(found, elements, rows, shape[:leading], number is not None)
+    return _summary(found, elements, rows, shape[:leading], numeric)
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
@@ -199,77 +280,6 @@ def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
             count = min(count, columns - start % columns)
         yield start, count
         start += count
-
-
-def _any(mask: np.ndarray, count: int, width: int, work: Workspace) -> np.ndarray:
-    """Which rows of a mask with ``count`` true elements have one."""
-    rows = len(mask) // width
-    if count in (0, len(mask)):
-        return np.full(rows, count > 0)
-    if width == 1:
-        return mask.copy()
-    if width >= MATMUL:
-        return np.asarray(mask.reshape(rows, width).any(axis=1))
-    numbers = work.numbers(np.float32, len(mask))[2]
-    numbers[...] = mask
-    return np.asarray(_per_row(numbers, width) > 0)
-
-
-def _per_row(values: np.ndarray, width: int) -> np.ndarray:
-    return values.reshape(-1, width) @ np.ones(width, values.dtype)
-
-
-def _squares(values: np.ndarray, width: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Sum of squares of each row. A product of matrices is the fastest way that numpy has, for either kind of row."""
-    if width >= MATMUL:
-        rows = values.reshape(-1, 1, width)
-        return np.matmul(rows, rows.transpose(0, 2, 1), out=None if out is None else out.reshape(-1, 1, 1)).reshape(-1)
-    squares = np.square(values) if width == 1 else _per_row(np.square(values), width)
-    if out is not None:
-        out[...] = squares
-    return squares
-
-
-def _sums(
-    x: np.ndarray, y: np.ndarray, mask: np.ndarray, different: int, width: int, found: _Running, work: Workspace
-) -> np.ndarray:
-    """Sums of d^2, a^2 and b^2 of each row of a block, ``[3, rows]``; notes the largest d and what is broken."""
-    kind = np.float64 if x.dtype == np.float64 else np.float32
-    a, b, d = work.numbers(kind, len(x))
-    a = _converted(x, a)
-    sums = np.zeros((3, len(x) // width), kind)
-    _squares(a, width, sums[1])
-    if not different:
-        if not math.isfinite(sums[1].sum()):
-            _squares(np.where(np.isfinite(a), a, 0), width, sums[1])
-        sums[2] = sums[1]
-        return sums
-    b = _converted(y, b)
-    np.subtract(b, a, out=d)
-    _squares(d, width, sums[0])
-    _squares(b, width, sums[2])
-    if not math.isfinite(sums.sum()):
-        return _careful_sums(a, b, mask, width, found)
-    found.largest = max(found.largest, float(np.abs(d, out=d).max()))
-    return sums
-
-
-def _converted(values: np.ndarray, room: np.ndarray) -> np.ndarray:
-    if values.dtype == room.dtype:
-        return values
-    room[...] = values
-    return room
-
-
-def _careful_sums(a: np.ndarray, b: np.ndarray, mask: np.ndarray, width: int, found: _Running) -> np.ndarray:
-    """`_sums` of a block with elements that are not finite: equal ones count as 0, others as an infinite difference."""
-    finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-    both = finite_a & finite_b
-    d = np.where(mask & both, b - a, 0)
-    found.largest = max(found.largest, float(np.abs(d).max()))
-    d[mask & ~both & ~(np.isnan(a) & np.isnan(b))] = np.inf
-    found.broken += int(np.count_nonzero(finite_a & ~finite_b))
-    return np.stack([_squares(v, width) for v in (d, np.where(finite_a, a, 0), np.where(finite_b, b, 0))])
 
 
 def _summary(found: _Running, elements: int, rows: int, leading: tuple[int, ...], numbers: bool) -> Apart:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
 
 _LAYOUTS = {h5d.COMPACT: "compact", h5d.CHUNKED: "chunked", h5d.VIRTUAL: "virtual"}
+_MOST_GROUPS, _MOST_PATHS = 64, 10_000  # that are remembered
 _MAX_ATTR = 64  # bytes of the dtype attribute
 
 
@@ -32,7 +32,8 @@ class Hdf5Reader:
         self._id = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
         self.fd: int = self._id.get_vfd_handle()  # HDF5's own; valid until `close`
         self._root = h5g.open(self._id, b"/")
-        self._groups: dict[str, h5g.GroupID] = {}  # those on the way to the last dataset, by path
+        self._steps: dict[str, h5g.GroupID] = {}  # groups two levels down, in which most names are looked up
+        self._hard: set[str] = set()  # paths to groups that lead over hard links only
         self._kinds: dict[np.dtype, h5t.TypeID] = {}
         self._places: dict[int, tuple[str, tuple[int, ...], int]] = {}  # address of a dataset -> dtype, shape, place
 
@@ -46,7 +47,8 @@ class Hdf5Reader:
 
     def text(self, name: str) -> bytes:
         """A string dataset at the root."""
-        dataset = self._dataset(self._root, name, f"/{name}")
+        base, member, _ = self._link(f"/{name}")
+        dataset = self._dataset(base, member, f"/{name}")
         kind = dataset.get_type()
         if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str() or dataset.shape != ():
             raise ValueError(f"/{name} is not one string of fixed length")
@@ -60,13 +62,11 @@ class Hdf5Reader:
 
         0 for an empty dataset. No two datasets that are not empty and not the same lie at one offset.
         """
-        parent, _, name = path.rpartition("/")
-        group = self._group(parent)
-        address = self._address(group, name, path)
+        base, name, address = self._link(path)
         known = self._places.get(address)
         if known is not None and known[:2] == (dtype, shape):
             return known[2]
-        dataset = self._dataset(group, name, path)
+        dataset = self._dataset(base, name, path)
         if storage not in self._kinds:
             self._kinds[storage] = h5t.py_create(storage)
         if not dataset.get_type().equal(self._kinds[storage]) or self._dtype_attr(dataset) != dtype:
@@ -78,9 +78,9 @@ class Hdf5Reader:
         self._places[address] = (dtype, shape, place)
         return place
 
-    def _dataset(self, group: h5g.GroupID, name: str, path: str) -> h5d.DatasetID:
-        """Open the contiguous dataset ``name`` in ``group``, by a hard link only."""
-        found = self._member(group, name, path)
+    def _dataset(self, base: h5g.GroupID, name: bytes, path: str) -> h5d.DatasetID:
+        """Open the contiguous dataset ``name`` in ``base``, to which `_link` found the way."""
+        found = h5o.open(base, name)
         if not isinstance(found, h5d.DatasetID):
             raise ValueError(f"{path} is not a dataset")
         if found.get_offset() is not None:  # only contiguous storage inside this file has one
@@ -92,32 +92,47 @@ class Hdf5Reader:
             raise ValueError(f"{path} keeps its data in another file, which is never opened")
         return found
 
-    def _group(self, path: str) -> h5g.GroupID:
-        """The group at ``path``, reached by hard links only. The groups on the way stay open until another is asked."""
-        if not path:
-            return self._root
-        if path not in self._groups:
-            parent, _, name = path.rpartition("/")
-            group = self._member(self._group(parent), name, path)
+    def _link(self, path: str) -> tuple[h5g.GroupID, bytes, int]:
+        """The way to ``path``: a group, the name in it, and the address of the object; by hard links only.
+
+        HDF5 would follow soft and external links inside a name, so every part of it is looked at first. Links to one
+        object have one address.
+        """
+        parts = path.strip("/").split("/")
+        base, start = self._root, 0
+        if len(parts) > 3:
+            base, start = self._step("/".join(parts[:2])), 2
+        for end in range(start + 1, len(parts)):
+            parent = "/".join(parts[:end])
+            if parent not in self._hard:
+                self._hard_link(base, "/".join(parts[start:end]), parent)
+                if len(self._hard) >= _MOST_PATHS:
+                    self._hard.clear()
+                self._hard.add(parent)
+        name = "/".join(parts[start:])
+        return base, name.encode(), self._hard_link(base, name, path)
+
+    def _step(self, path: str) -> h5g.GroupID:
+        if path not in self._steps:
+            base, name, _ = self._link(path)
+            group = h5o.open(base, name)
             if not isinstance(group, h5g.GroupID):
                 raise ValueError(f"{path} is not a group")
-            self._groups = {p: g for p, g in self._groups.items() if path.startswith(f"{p}/")} | {path: group}
-        return self._groups[path]
-
-    def _member(self, group: h5g.GroupID, name: str, path: str) -> Any:
-        """What a hard link leads to."""
-        self._address(group, name, path)
-        return h5o.open(group, name.encode())
+            if len(self._steps) >= _MOST_GROUPS:
+                self._steps.clear()
+            self._steps[path] = group
+        return self._steps[path]
 
     @staticmethod
-    def _address(group: h5g.GroupID, name: str, path: str) -> int:
-        """Where in the file the object lies that a hard link leads to: links to one object have one address."""
+    def _hard_link(base: h5g.GroupID, name: str, path: str) -> int:
+        """The address of the object that the link ``name`` leads to; all of the name but its last part is known."""
         try:
-            link = group.links.get_info(name.encode())
-        except KeyError:
-            raise ValueError(f"there is no {path}") from None
+            link = base.links.get_info(name.encode())
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(f"there is no {path}") from error
         if link.type != h5l.TYPE_HARD:
-            raise ValueError(f"'{name}' in {path} is a soft or external link, which is never followed")
+            last = name.rpartition("/")[2]
+            raise ValueError(f"'{last}' in {path} is a soft or external link, which is never followed")
         return link.u
 
     def _check_extent(self, dataset: h5d.DatasetID, path: str, nbytes: int) -> None:

@@ -75,10 +75,10 @@ class SideBySide:
         Raises:
             DbgError: one of the traces cannot be read; also from the returned function.
         """
+        bits = self._traces[0].bits(a, name, first), self._traces[1].bits(b, name, second)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             x, y = (f"{s.dtype} {list(s.shape)}" for s in (second, first))
             return lambda: TensorDiff(reason=f"{x}, not {y}", dtype=second.dtype)
-        bits = self._traces[0].bits(a, name, first), self._traces[1].bits(b, name, second)
         key = (bits[0].place, bits[1].place, first.dtype, first.shape)
         if key not in self._known:
             small = first.nbytes < SMALL
@@ -116,8 +116,11 @@ class _Named:
         self._trace, self._bits = trace, bits
 
     def fill(self, out: memoryview) -> None:
-        with self._trace.one_sentence():
+        try:
             self._bits.fill(out)
+        except Exception as error:
+            with self._trace.one_sentence():
+                raise error
 
 
 class CacheWatch:
