@@ -157,7 +157,7 @@ def test_caches(runs, name, as_recorded):
         for key, recorded in theirs.items():
             if key in ("kv_state", "score_state"):
                 recorded = recorded[: len(ours[key])]  # rows beyond hold tokens of an earlier window
-                # of 256 float32 products; one of their inputs may be off by a bf16 step, a channel up to twice the usual
+                # sums of 256 products, of which a channel (of up to twice the usual size) may be off by a bf16 step
                 bound = 2 * 256**-0.5 * 2**-8 * recorded.abs().max()
                 assert (ours[key] - recorded).abs().max() <= bound, (layer, key)
             else:

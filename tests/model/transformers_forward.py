@@ -208,7 +208,8 @@ class Pair:
 
         Args:
             names: steps' names (default: prefills); decode steps read pages where prefills gather a workspace.
-            forced: every sublayer gets the inputs it had in this run, instead of what ours made of them.
+            forced: every sublayer and every layer gets the inputs it had in this run, instead of what ours made of
+                them; the streams in the result are ours.
         """
         names = names or [f"prefill{i}" for i in range(len(pieces))]
         session = Session(
@@ -217,23 +218,29 @@ class Pair:
         )  # fmt: skip
         sites, run = Sites(), Ours([], [], [])
         session.listen(sites)
-        outputs: list[torch.Tensor] = []
+        sublayers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # output, and streams after a layer's second
+        mixed: list[torch.Tensor] = []
 
         def forced_mhc_post(y, streams, post, comb, *, numerics: Numerics) -> torch.Tensor:
-            return mhc_post(outputs.pop(0), streams, post, comb, numerics=numerics)
+            y, after = sublayers.pop(0)
+            mixed.append(mhc_post(y, streams, post, comb, numerics=numerics))
+            return mixed[-1] if after is None else after
 
         if forced is not None:
             put_in(session, {"mhc_post": forced_mhc_post})
         for number, (name, piece) in enumerate(zip(names, ids.split(list(pieces), dim=1), strict=True)):
             if forced is not None:
-                pairs = zip(forced.attn[number], forced.ffn[number], strict=True)
-                outputs = [y.flatten(0, 1) for pair in pairs for y in pair]
+                layers = zip(forced.attn[number], forced.ffn[number], forced.streams[number], strict=True)
+                for attn, ffn, after in layers:
+                    sublayers += [(attn.flatten(0, 1), None), (ffn.flatten(0, 1), after.flatten(0, 1))]
+                mixed.clear()
             chunks = tuple(Chunk(s, tuple(row.tolist())) for s, row in enumerate(piece))
             result = session.step(Step(name, chunks, all_rows=True))
             here = sites.outputs[name]
             run.sites.append(here)
-            layers = range(self.config.num_hidden_layers)
-            run.streams.append([here[f"L{i}"]["streams"].unflatten(0, piece.shape) for i in layers])
+            count = self.config.num_hidden_layers
+            streams = mixed[1::2] if forced is not None else [here[f"L{i}"]["streams"] for i in range(count)]
+            run.streams.append([x.unflatten(0, piece.shape) for x in streams])
             run.logits.append(result.logits.unflatten(0, piece.shape))
         return run
 
