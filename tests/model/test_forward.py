@@ -18,10 +18,11 @@ from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.paged import read_records
 from dsv4dbg.model.batch import Chunk, Step
-from dsv4dbg.model.cache import CacheFormat, CacheManager
+from dsv4dbg.model.cache import CacheFormat, CacheManager, cache_kinds
 from dsv4dbg.model.checkpoint import Checkpoint, open_model
 from dsv4dbg.model.model import Model
 from dsv4dbg.model.run import Session, StepResult, generate
+from dsv4dbg.model.synthetic import wide_config
 from dsv4dbg.model.weights import ModelWeights
 
 CPU = torch.device("cpu")
@@ -283,6 +284,18 @@ def test_lengths_that_are_refused(model):
     feed(session, tokens(), [60])
     with pytest.raises(DbgError, match="would grow to 65 tokens"):
         session.step(Step("prefill1", (Chunk(0, tokens(5)),)))
+
+
+def test_published_sizes():
+    """Pages and bytes per token of the published head_dim, ratios and window; rows that the next token still reads."""
+    kinds = cache_kinds(wide_config(), CacheFormat(index="fp8"), rollback=0)
+    pages = {"window": (64, 37440), "entries4": (64, 37440), "entries128": (2, 1728), "index4": (64, 8640)}
+    pages |= {"state4": (4, 32832), "state128": (8, 32832)}
+    assert {name: (kinds[name].layout.entries, kinds[name].layout.page_bytes) for name in pages} == pages
+    per_token = {"window": 584, "entries4": 146, "index4": 33, "entries128": 4.5625}
+    assert {name: kinds[name].layout.record_bytes / kinds[name].ratio for name in per_token} == per_token
+    read = {"window": 127, "state4": 7, "state128": 127, "index_state4": 7}
+    assert {name: kinds[name].keep for name in read} == read
 
 
 def test_mtp_block_runs(model, one_piece):
