@@ -97,6 +97,7 @@ def report(launch: Launch, name: str, task: Task, target: GPUTarget) -> KernelRe
     except Exception as error:
         return made(seconds=time.perf_counter() - start, error=_cause(error))
     code = compiled.asm["amdgcn"]
+    scratch = _number(r"\.private_segment_fixed_size:", code)
     lds, warps = compiled.metadata.shared, compiled.metadata.num_warps
     instructions = tuple(sorted(set(re.findall(r"v_(?:s?mfmac?|s?wmmac?)_\w+", code))))
     return made(
@@ -106,8 +107,8 @@ def report(launch: Launch, name: str, task: Task, target: GPUTarget) -> KernelRe
         vgpr=_number(r"\.vgpr_count:", code),
         agpr=_number(r"\.agpr_count:", code),
         sgpr=_number(r"\.sgpr_count:", code),
-        spills=_number(r"\.vgpr_spill_count:", code) + _number(r"\.sgpr_spill_count:", code),
-        scratch_bytes=_number(r"\.private_segment_fixed_size:", code),
+        spills=_number(r"\.vgpr_spill_count:", code) + (_number(r"\.sgpr_spill_count:", code) if scratch else 0),
+        scratch_bytes=scratch,
         occupancy=occupancy(task.arch, _number(r"; Occupancy:", code), lds, warps),
         matrix_instructions=instructions,
         software_path=software_path(compiled.asm["ttir"], code, instructions, [str(w.message) for w in caught]),

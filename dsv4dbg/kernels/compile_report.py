@@ -34,7 +34,8 @@ class KernelReport:
         name: the kernel, with its constants where one implementation launches it in several forms.
         lds_bytes, lds_limit: local memory of a workgroup.
         vgpr, agpr, sgpr: registers per lane or wave; vgpr counts agpr where both come from one file (gfx9).
-        spills: registers that did not fit; scratch_bytes: memory per lane that they and arrays take.
+        spills: registers that went to memory (scalar ones that went to lanes of vector registers are not counted);
+            scratch_bytes: memory per lane that they and arrays take.
         occupancy: waves per SIMD that registers and LDS leave room for.
         matrix_instructions: mnemonics in the machine code.
         software_path: what is done slowly that the source asks for, or "".

@@ -124,8 +124,11 @@ def test_quantise_groups(kind, device):
     for values in (x, x.to(torch.bfloat16)):
         code, scale = kernels.quantize(values.to(device), kind)
         expected = formats.fp4_quantize(values) if kind == "fp4" else formats.fp8_quantize(values, group, kind)
-        same(formats.fp4_pack(code.cpu()) if kind == "fp4" else code, expected[0])
         same(scale, expected[1].flatten())
+        number = expected[1].flatten() != 255  # the sign of a NaN that a product makes is the device's own
+        codes = formats.fp4_pack(code.cpu()) if kind == "fp4" else code.cpu()
+        same(codes[number], expected[0][number])
+        assert (~number).sum() >= 3
 
 
 @pytest.mark.parametrize("entries", [1, 2, 64])

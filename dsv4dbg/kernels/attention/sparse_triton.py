@@ -47,33 +47,49 @@ class Layout(NamedTuple):
 
 
 @triton.jit
-def load_rows(cache, page_stride, slots, valid, LAYOUT: tl.constexpr, dtype: tl.constexpr):
-    """Decoded rows ``[key, channel]`` of the records at ``slots`` as operands of `dot`; zeros where not ``valid``."""
-    column = tl.arange(0, LAYOUT[3])[None, :]
-    row = cache + field_offset(slots, page_stride, LAYOUT[2], 0, LAYOUT[5])[:, None]
+def load_rows(
+    cache, page_stride, slots, valid, LAYOUT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Channels FIRST .. FIRST + COUNT of the records at ``slots``, decoded, as operands of `dot` ``[key, COUNT]``.
+
+    Zeros where not ``valid``. COUNT is a power of two and a multiple of 64.
+    """
+    entries: tl.constexpr = LAYOUT[2]
+    column = FIRST + tl.arange(0, COUNT)[None, :]
+    row = cache + field_offset(slots, page_stride, entries, 0, LAYOUT[5])[:, None]
     if LAYOUT[0] == "bf16":
         return load_operand(row.to(tl.pointer_type(tl.bfloat16)) + column, valid[:, None])
     elif LAYOUT[0] == "f32":
-        x = tl.load(row.to(tl.pointer_type(tl.float32)) + column, valid[:, None], other=0.0)
-        return operand(x, dtype)
+        return operand(tl.load(row.to(tl.pointer_type(tl.float32)) + column, valid[:, None], other=0.0), dtype)
     else:
+        dialect: tl.constexpr = LAYOUT[1]
         nope: tl.constexpr = LAYOUT[3] - LAYOUT[4]
-        groups: tl.constexpr = LAYOUT[3] // 64
         codes = tl.load(row + column, valid[:, None] & (column < nope), other=0)
-        group = tl.arange(0, groups)[None, :]
-        scales = cache + field_offset(slots, page_stride, LAYOUT[2], LAYOUT[2] * LAYOUT[5], LAYOUT[6])[:, None]
+        group = FIRST // 64 + tl.arange(0, COUNT // 64)[None, :]
+        scales = cache + field_offset(slots, page_stride, entries, entries * LAYOUT[5], LAYOUT[6])[:, None]
         byte = tl.load(scales + group, valid[:, None] & (group < nope // 64), other=127)
-        scale = tl.broadcast_to(e8m0_decode(byte)[:, :, None], (slots.shape[0], groups, 64))
-        low = operand(fp8_decode(codes, LAYOUT[1]) * tl.reshape(scale, codes.shape), dtype)
-        rope = (row + nope).to(tl.pointer_type(tl.bfloat16)) + (column - nope)
-        high = load_operand(rope, valid[:, None] & (column >= nope))
-        return tl.where(column < nope, low, high.to(low.dtype))
+        scale = tl.broadcast_to(e8m0_decode(byte)[:, :, None], (slots.shape[0], COUNT // 64, 64))
+        low = operand(fp8_decode(codes, dialect) * tl.reshape(scale, codes.shape), dtype)
+        if nope >= FIRST + COUNT:
+            return low
+        else:
+            rope = (row + nope).to(tl.pointer_type(tl.bfloat16)) + (column - nope)
+            return tl.where(column < nope, low, load_operand(rope, valid[:, None] & (column >= nope)).to(low.dtype))
 
 
 @triton.jit
-def _step(q, keys, valid, scale, maximum, total, acc, dtype: tl.constexpr):
-    """One block of keys of the running softmax."""
-    logits = dot(q, tl.trans(keys), tl.zeros((q.shape[0], keys.shape[0]), tl.float32)) * scale
+def _step(
+    q_a, q_b, cache, page_stride, slots, scale, maximum, total, acc_a, acc_b, LAYOUT: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of the running softmax; channels in halves a and b, which halves the registers in flight."""
+    half: tl.constexpr = q_a.shape[1]
+    valid = slots >= 0
+    keys_a = load_rows(cache, page_stride, slots, valid, LAYOUT, 0, half, dtype)
+    keys_b = load_rows(cache, page_stride, slots, valid, LAYOUT, half, half, dtype)
+    logits = dot(q_a, tl.trans(keys_a), tl.zeros((q_a.shape[0], slots.shape[0]), tl.float32))
+    logits = dot(q_b, tl.trans(keys_b), logits) * scale
     logits = tl.where(valid[None, :], logits, float("-inf"))
     before = maximum
     maximum = tl.maximum(before, tl.max(logits, 1))
@@ -81,8 +97,10 @@ def _step(q, keys, valid, scale, maximum, total, acc, dtype: tl.constexpr):
     decay = tl.exp(before - top)
     p = tl.exp(logits - top[:, None])
     total = total * decay + tl.sum(p, 1)
-    acc = dot(operand(p, dtype), keys, acc * decay[:, None])
-    return maximum, total, acc
+    weights = operand(p, dtype)
+    acc_a = dot(weights, keys_a, acc_a * decay[:, None])
+    acc_b = dot(weights, keys_b, acc_b * decay[:, None])
+    return maximum, total, acc_a, acc_b
 
 
 @triton.jit
@@ -97,15 +115,18 @@ def _attend(
     Without a SPLIT the outputs are written, else float32 partial sums ``part_*`` of ``[token, split, head]``.
     """
     dtype: tl.constexpr = q.dtype.element_ty
+    half: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * M + tl.arange(0, M)
     split = tl.program_id(2)
-    channel = tl.arange(0, D)
     real = head < heads
-    rows = load_operand(q + token * q_token + head[:, None] * q_head + channel[None, :], real[:, None])
+    q_row = q + token * q_token + head[:, None] * q_head + tl.arange(0, half)[None, :]
+    q_a = load_operand(q_row, real[:, None])
+    q_b = load_operand(q_row + half, real[:, None])
     maximum = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, D), tl.float32)
+    acc_a = tl.zeros((M, half), tl.float32)
+    acc_b = tl.zeros((M, half), tl.float32)
     list_start = indices + token * index_stride
 
     blocks = tl.cdiv(window, N)  # of the window's columns
@@ -113,48 +134,57 @@ def _attend(
     for block in range(tl.minimum(first, blocks), tl.minimum(first + per_split, blocks)):
         column = block * N + tl.arange(0, N)
         slots = tl.load(list_start + column, column < window, other=-1)
-        keys = load_rows(window_cache, window_stride, slots, slots >= 0, WINDOW, dtype)
-        maximum, total, acc = _step(rows, keys, slots >= 0, scale, maximum, total, acc, dtype)
+        maximum, total, acc_a, acc_b = _step(
+            q_a, q_b, window_cache, window_stride, slots, scale, maximum, total, acc_a, acc_b, WINDOW, dtype
+        )
     if ENTRY is not None:
         last = tl.minimum(first + per_split, blocks + tl.cdiv(width - window, N))
         for block in range(tl.maximum(first, blocks), last):
             column = window + (block - blocks) * N + tl.arange(0, N)
             slots = tl.load(list_start + column, column < width, other=-1)
-            keys = load_rows(entry_cache, entry_stride, slots, slots >= 0, ENTRY, dtype)
-            maximum, total, acc = _step(rows, keys, slots >= 0, scale, maximum, total, acc, dtype)
+            maximum, total, acc_a, acc_b = _step(
+                q_a, q_b, entry_cache, entry_stride, slots, scale, maximum, total, acc_a, acc_b, ENTRY, dtype
+            )
 
-    if not SPLIT:
-        place = token * heads + head
-        _finish(acc, maximum, total, sink, o, lse, place, head, real, channel)
-    else:
+    if SPLIT:
         place = (token * tl.num_programs(2) + split) * heads + head
-        tl.store(part_o + place[:, None] * D + channel[None, :], acc, real[:, None])
+        part = part_o + place[:, None] * D + tl.arange(0, half)[None, :]
+        tl.store(part, acc_a, real[:, None])
+        tl.store(part + half, acc_b, real[:, None])
         tl.store(part_max + place, maximum, real)
         tl.store(part_sum + place, total, real)
+    else:
+        place = token * heads + head
+        denominator = _denominator(maximum, total, sink, head, real)
+        row = o + place[:, None] * D + tl.arange(0, half)[None, :]
+        _store_mean(row, acc_a, maximum, denominator, real)
+        _store_mean(row + half, acc_b, maximum, denominator, real)
+        tl.store(lse + place, maximum + tl.log(total), real)
 
 
 @triton.jit
-def _finish(acc, maximum, total, sink, o, lse, place, head, real, channel):
-    """Divide once, the sink in the denominator only; rows without a key give 0 and -inf."""
-    top = tl.where(maximum == float("-inf"), 0.0, maximum)
-    denominator = total
-    if sink is not None:
-        denominator += tl.exp(tl.load(sink + head, real, other=0.0) - top)
-    result = tl.where((maximum == float("-inf"))[:, None], 0.0, acc / denominator[:, None])
-    result = rounded(result, o.dtype.element_ty)
-    tl.store(o + place[:, None] * channel.shape[0] + channel[None, :], result, real[:, None])
-    tl.store(lse + place, maximum + tl.log(total), real)
+def _denominator(maximum, total, sink, head, real):
+    """The sum of weights relative to ``maximum``, and the sink's once."""
+    if sink is None:
+        return total
+    else:
+        top = tl.where(maximum == float("-inf"), 0.0, maximum)
+        return total + tl.exp(tl.load(sink + head, real, other=0.0) - top)
 
 
 @triton.jit
-def _merge(
-    part_o, part_max, part_sum, sink, o, lse, heads, splits,
-    M: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+def _store_mean(pointer, acc, maximum, denominator, real):
+    """Divide once; rows without a key give 0."""
+    mean = tl.where((maximum == float("-inf"))[:, None], 0.0, acc / denominator[:, None])
+    tl.store(pointer, rounded(mean, pointer.dtype.element_ty), real[:, None])
+
+
+@triton.jit
+def _merge(part_o, part_max, part_sum, sink, o, lse, heads, splits, M: tl.constexpr, D: tl.constexpr):
     """Program (token, block of M heads): the splits' partial sums brought to one maximum and added in order."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * M + tl.arange(0, M)
-    channel = tl.arange(0, D)
+    channel = tl.arange(0, D)[None, :]
     real = head < heads
     maximum = tl.full((M,), float("-inf"), tl.float32)
     for split in range(splits):
@@ -167,8 +197,10 @@ def _merge(
         place = (token * splits + split) * heads + head
         decay = tl.exp(tl.load(part_max + place, real, other=float("-inf")) - top)
         total += tl.load(part_sum + place, real, other=0.0) * decay
-        acc += tl.load(part_o + place[:, None] * D + channel[None, :], real[:, None], other=0.0) * decay[:, None]
-    _finish(acc, maximum, total, sink, o, lse, token * heads + head, head, real, channel)
+        acc += tl.load(part_o + place[:, None] * D + channel, real[:, None], other=0.0) * decay[:, None]
+    place = token * heads + head
+    _store_mean(o + place[:, None] * D + channel, acc, maximum, _denominator(maximum, total, sink, head, real), real)
+    tl.store(lse + place, maximum + tl.log(total), real)
 
 
 class Config(NamedTuple):
@@ -180,16 +212,18 @@ class Config(NamedTuple):
     stages: int
 
 
-def config(arch: str, dtype: torch.dtype, heads: int) -> Config:
-    """Tiles that fit LDS (64 KiB on gfx942 and RDNA, 160 KiB on gfx950, 227 KiB on Hopper) and spill no register."""
+def config(arch: str, dtype: torch.dtype, heads: int, fp8: bool) -> Config:
+    """Tiles that fit LDS (64 KiB on gfx942 and RDNA, 227 KiB on Hopper) and that spill no register on AMD."""
+    rows = max(16, triton.next_power_of_2(heads))
     if arch == "cpu":  # in the interpreter large tiles are cheap and many programs are not
-        return Config(max(16, triton.next_power_of_2(heads)), 128, 4, 1)
+        return Config(rows, 128, 4, 1)
     if dtype == torch.float32:
         return Config(16, 16, 4, 1)
-    rows = min(64, max(16, triton.next_power_of_2(heads)))
     if arch.startswith("sm_"):
-        return Config(rows, 64, 8, 1)
-    return Config(min(rows, 32), 32, 4, 1)
+        return Config(min(rows, 64), 64, 8, 1 if fp8 else 2)
+    if arch.startswith("gfx9"):
+        return Config(min(rows, 32), 16 if fp8 else 32, 4, 1)
+    return Config(16, 16, 8, 1)
 
 
 def attend(
@@ -210,7 +244,7 @@ def attend(
     o, lse = torch.empty_like(q), torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if not tokens:
         return o, lse
-    m, n, warps, stages = config(arch_of(q.device), q.dtype, heads)
+    m, n, warps, stages = config(arch_of(q.device), q.dtype, heads, window_cache.layout.format == "fp8")
     width = indices.shape[1] if entry_cache is not None else window
     blocks = triton.cdiv(window, n) + triton.cdiv(width - window, n)
     head_blocks = triton.cdiv(heads, m)
