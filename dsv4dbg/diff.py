@@ -68,7 +68,8 @@ class SiteDiff:
         intended: in what the two captures differ on purpose at this op.
         sentence: why, in one line.
         decision: the judge's, if it was asked.
-        view: a block boundary of whose ops some were compared: no evidence of its own.
+        view: a block boundary of whose ops some were compared, or a call that a filter left out and whose cache writes
+            were kept: no evidence of its own.
     """
 
     record: SiteRecord
@@ -267,7 +268,7 @@ class _Inside:
     differing: int = 0
     verdict: Verdict = Verdict.PASS
     unjudged: str = ""
-    caches: dict[str, bool] = field(default_factory=dict)  # whether they differed when the block first saw them
+    caches: dict[str, str] = field(default_factory=dict)  # how they differed when the block first saw them, or ""
 
 
 class _Walk:
@@ -324,10 +325,10 @@ class _Walk:
                 found.append(f"cache {words}")
                 if self._intent.formats and self._caches.of_other_format(b.caches.get(arg)):
                     intended.append(found[-1])
-            self._saw(b, arg, bool(words))
+            self._saw(b, arg, words)
         if b.site.op == BLOCK:
             inside = self._inside.get((b.site.step, b.site.name), _Inside())
-            found += [f"cache {name}" for name, differed in inside.caches.items() if differed]
+            found += [f"cache {words}" for words in inside.caches.values() if words]
         return tuple(found), tuple(intended)
 
     def _take_writes(self, site: SiteDiff) -> None:
@@ -335,22 +336,17 @@ class _Walk:
             self._caches.wrote(site.reference, site.record, arg, site.outputs[arg])
 
     def _left_out(self, site: SiteDiff) -> SiteDiff:
-        """A call of which only the cache writes were kept: no site to judge, unless they differ."""
+        """A call of which only the cache writes were kept: it tells what the caches hold, and is no site to judge."""
         for arg in site.record.caches:
-            self._saw(site.record, arg, False)
+            self._saw(site.record, arg, self._caches.differ(site.reference.caches.get(arg), site.record.caches[arg]))
         self._take_writes(site)
-        if not site.differs:
-            return replace(site, view=True)
-        words = "its inputs were not captured"
-        site = replace(site, verdict=Verdict.DRIFT, unjudged=words, sentence=f"{' and '.join(site.differs)} differs")
-        self._note(site)
-        return site
+        return replace(site, view=True, verdict=Verdict.DRIFT if site.differs else Verdict.PASS)
 
-    def _saw(self, record: SiteRecord, arg: str, differed: bool) -> None:
-        """Note for the blocks around a call whether a cache differed when they first met it."""
+    def _saw(self, record: SiteRecord, arg: str, words: str) -> None:
+        """Note for the blocks around a call how a cache differed when they first met it."""
         if arg in record.caches:
             for inside in self._around(record):
-                inside.caches.setdefault(record.caches[arg].cache, differed)
+                inside.caches.setdefault(record.caches[arg].cache, words)
 
     def _around(self, record: SiteRecord) -> Iterator[_Inside]:
         """The blocks that a call lies in: ``L3.attn.wq_b`` in ``L3.attn`` and ``L3``."""
@@ -427,7 +423,11 @@ class _Walk:
         if not site.differs:
             return site
         if site.inputs or not (self._same_place and self._same_plan and not self._intent.switches):
-            known = f"inputs already differed ({_list(site.inputs)})" if site.inputs else "plan or environment differ"
+            known = (
+                f"inputs already differed ({_list(site.inputs)})"
+                if site.inputs
+                else "numerics, plan or environment differ"
+            )
             words = "a block cannot be judged, and no op inside that differs was captured"
             return replace(site, verdict=Verdict.DRIFT, unjudged=words, sentence=known, view=False)
         what = "no op inside that differs was captured" if inside.sites else "no op inside was captured"

@@ -53,7 +53,7 @@ def diff(reference: Path, candidate: Path, model: str | None, no_judge: bool, as
         walk = compare_traces(first, second, pairs, _intent(first, second), judge)
         result.sites.extend(progress(walk, len(pairs), "comparing"))
         add_fault(result, first, second)
-        if not result.sites:
+        if not result.judgeable:
             raise Untestable(
                 f"{reference} and {candidate} have no finished site call in common",
                 "capture both with the same --sites",
