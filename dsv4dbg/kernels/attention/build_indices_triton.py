@@ -41,7 +41,7 @@ def _build(
         recent = tl.maximum(position - (WINDOW - 1), 0) + column
         recent = tl.where((column < WINDOW) & (recent <= position), recent, -1)
         slots = _slots(window_table, window_table_stride, window_pages, own, recent, WINDOW_BLOCK)
-    if SOURCE != "none":
+    if SOURCE != "none":  # noqa: SIM102  (decided at compile time)
         if first + COLUMNS > WINDOW:
             entry = column - WINDOW
             here = inside[:, None] & (entry >= 0) & (entry < WIDTH)

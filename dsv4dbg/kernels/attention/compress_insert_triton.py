@@ -35,10 +35,11 @@ from dsv4dbg.kernels.numerics import OFFICIAL, Numerics
 from dsv4dbg.kernels.paged import DTYPES, Cache
 from dsv4dbg.kernels.triton_codes import field_offset, rounded, widened
 from dsv4dbg.kernels.triton_run import arch_of, triton_implements
-from dsv4dbg.pages import KV_GROUP, PageLayout, index_layout, kv_layout, state_layout
+from dsv4dbg.pages import PageLayout, index_layout, kv_layout, state_layout
 
 TILE = 8192  # values of a window that one program holds
 PER_WARP = 1024  # of them
+LONG_PART = 32  # channels of a long window that one program holds
 SHORT_CALL = 1024  # tokens up to which every token has a program of its own
 
 
@@ -183,7 +184,7 @@ def _supports(device: torch.device, arch: str, args: Mapping[str, Any]) -> str |
         return f"state records of kind {state.layout.kind} with {state.layout.channels} values"
     if state.data.stride(1) != 1 or state.data.stride(0) % 4 or state.data.data_ptr() % 4:
         return "state_cache has records at addresses that are no multiple of 4"
-    if triton.next_power_of_2(args["ratio"] * kv.shape[1] // channels) * KV_GROUP > 2 * TILE:
+    if triton.next_power_of_2(args["ratio"] * kv.shape[1] // channels) * LONG_PART > TILE:
         return f"windows of {args['ratio']} tokens"
     return unsupported(args, "cache")
 
@@ -254,7 +255,7 @@ def compress_insert_triton(
 
     channels, overlap, dtype = len(norm_weight), width == 2 * len(norm_weight), DTYPES[act]
     count = triton.next_power_of_2(2 * ratio if overlap else ratio)
-    part = channels if count * channels <= TILE else KV_GROUP
+    part = channels if count * channels <= TILE else LONG_PART
     chunk = 1 if tokens <= SHORT_CALL and not on_cpu else triton.next_power_of_2(ratio)
     programs = triton.cdiv(tokens, chunk)
     scratch = torch.empty(0 if part == channels else tokens, channels, dtype=dtype, device=kv.device)
