@@ -126,13 +126,14 @@ def _cause(error: BaseException) -> str:
     where, root = "", error
     while root is not None:
         if isinstance(root, CompilationError) and root.node is not None:
-            where = f" at line {getattr(root.node, 'lineno', '?')} of the kernel"
+            where = f", at line {getattr(root.node, 'lineno', '?')} of the kernel"
         if root.__cause__ is None:
             break
         root = root.__cause__
     lines = [line for line in str(root).splitlines() if line.strip()] or [""]
-    text = lines[-1].strip() if isinstance(root, CompilationError) else lines[0].strip()
-    return f"{type(root).__name__}: {text}{where}"
+    if isinstance(root, CompilationError):  # source lines, then the cause
+        return lines[-1].strip() + where
+    return f"{type(root).__name__}: {lines[0].strip()}{where}"
 
 
 def names(launches: list[Launch], target: GPUTarget) -> list[str]:
@@ -162,6 +163,7 @@ def _short(value: Any) -> str:
 
 def _serve() -> None:
     connection = parent()
+    connection.send(True)
     loaded: set[Any] = set()
     while True:
         try:

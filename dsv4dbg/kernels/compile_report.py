@@ -24,6 +24,7 @@ LDS_LIMIT = {"gfx942": 64 * KIB, "gfx950": 160 * KIB, "gfx1151": 64 * KIB, "gfx1
 LDS_SHARED = {**LDS_LIMIT, "gfx1151": 128 * KIB, "gfx1201": 128 * KIB}  # what four SIMDs share
 ARCHES = tuple(LDS_LIMIT)
 SIMDS = 4
+START_SECONDS = 300.0  # for a compiler's imports on a busy machine
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ def compile_all(tasks: Iterable[Task], timeout: float = 120.0, jobs: int | None 
     """
     jobs = jobs or max(2, (os.cpu_count() or 2) // 2)
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(jobs) as pool:
-        compilers: list[_Compiler] = []
+        compilers: list[Compiler] = []
 
         def run(task: Task) -> list[KernelReport]:
-            compiler = compilers.pop() if compilers else _Compiler(cache, timeout)
+            compiler = compilers.pop() if compilers else Compiler(cache, timeout)
             try:
                 return compiler.run(task)
             finally:
@@ -111,22 +112,24 @@ def compile_all(tasks: Iterable[Task], timeout: float = 120.0, jobs: int | None 
                 compiler.close()
 
 
-class _Compiler:
+class Compiler:
     """A child process that compiles, replaced when it dies."""
 
     def __init__(self, cache: str, timeout: float) -> None:
         self._environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
         self._timeout = timeout
         self._child: Child | None = None
+        self._ready = False
 
     def run(self, task: Task) -> list[KernelReport]:
         reports: list[KernelReport] = []
         while True:
             name = f"({task.implementation})"
-            if self._child is None:
-                self._child = Child("dsv4dbg.kernels.compile_child", self._environment)
-            child = self._child
+            child = self._child = self._child or Child("dsv4dbg.kernels.compile_child", self._environment)
             try:
+                if not self._ready:
+                    child.wait(START_SECONDS)
+                    self._ready = child.connection.recv()
                 child.connection.send(Task(**{**vars(task), "skip": len(reports)}))
                 while True:
                     child.wait(self._timeout)
@@ -139,7 +142,7 @@ class _Compiler:
                         reports.append(value)
             except (EOFError, OSError, ChildDied) as error:
                 died = error if isinstance(error, ChildDied) else child.died()
-                self._child = None
+                self._child, self._ready = None, False
                 text = f"the compiler {cause(str(died))}"
                 reports.append(KernelReport(name, task.op, task.implementation, task.arch, error=text))
                 if name == f"({task.implementation})":  # before any kernel: nothing to skip to
