@@ -69,6 +69,11 @@ def _nearest(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _relu(x):
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _logits(
     q, q_scale, weights, keys, table, sequence, lens, logits,
     tokens, width, blocks, heads, q_token, q_head, scale_token, scale_head, weights_token, weights_head,
@@ -109,7 +114,7 @@ def _logits(
                 k_scale = tl.load(scale_row.to(tl.pointer_type(tl.float32)), valid, other=0.0)
             for number in range(start, stop):
                 token = first + number
-                count = tl.sum(tl.where(inner == number, counts, 0), 0)
+                count = tl.minimum(tl.load(lens + token * lens_stride), width)
                 where = q + token * q_token + head[None, :] * q_head + channel[:, None]
                 x = tl.load(where, (head < heads)[None, :], other=0.0)
                 if codes.INTERPRETED or x.dtype != dtype:
@@ -123,11 +128,11 @@ def _logits(
                 w = tl.load(weights + token * weights_token + head * weights_head, head < heads, other=0.0)
                 w = codes.widened(w)[None, :]
                 if EXACT:
-                    result = tl.sum(tl.where(score < 0.0, 0.0, score) * factor * w, 1)
+                    result = tl.sum(_relu(score) * factor * w, 1)
                 else:
                     act: tl.constexpr = weights.dtype.element_ty
                     score = _nearest(score, act)
-                    result = _nearest(tl.sum(_nearest(tl.where(score < 0.0, 0.0, score) * w, act), 1), act)
+                    result = _nearest(tl.sum(_nearest(_relu(score) * w, act), 1), act)
                 result = tl.where(column < count, result, float("-inf"))
                 tl.store(logits + token * width + column, result, column < width)
         else:
@@ -138,13 +143,13 @@ def _logits(
 
 def _config(arch: str, dtype: torch.dtype, tokens: int) -> tuple[int, int, int, int]:
     """Tokens and keys of a program, warps, pipeline stages."""
-    many = 16 if tokens >= 256 else 1
+    many = 32 if tokens >= 4096 else 16 if tokens >= 256 else 1
     if arch == "cpu":
         return 256, 256, 4, 1
     if dtype == torch.float32:
         return many, 64, 4, 1
     if arch.startswith("sm_"):
-        return many, 128 if tokens < 256 else 256, 4 if tokens < 256 else 8, 2
+        return many, 128, 4, 3
     return many, 64, 4, 1
 
 
@@ -162,6 +167,8 @@ def _supports(device: torch.device, arch: str, args: Mapping[str, Any]) -> str |
         return f"q has {q.shape[2]} channels, keys have {channels}"
     if channels < 32 or channels & (channels - 1) or channels > 256 or q.shape[1] > 128:
         return f"{q.shape[1]} heads of {channels} channels (at most 128 of 32, 64, 128 or 256)"
+    if max(q.shape[1] * t.stride(1) for t in (q, args["q_scale"], args["weights"])) >= 1 << 31:
+        return "heads of a token lie 2^31 elements apart"
     if q.numel() and (q.stride(2) != 1 or args["index_table"].stride(1) != 1):
         return "q or index_table is not contiguous along the last dim"
     if cache.data.stride(0) % 16 or cache.data.stride(1) != 1 or cache.data.data_ptr() % 16:

@@ -159,6 +159,8 @@ def _supports(device: torch.device, arch: str, args: Mapping[str, Any]) -> str |
         return f"rope on {rope} of {channels} channels"
     if args["format"] not in ("fp4", "fp8_ocp", "fp8_fnuz", "plain"):
         return f"format '{args['format']}'"
+    if max(*q.stride(), *args["weights"].stride(), args["positions"].stride(0)) > 1 << 20:
+        return "tokens or heads lie more than 2^20 elements apart"  # offsets within a block are 32 bits
     if (q.numel() and q.stride(2) != 1) or args["cos_sin"].stride(1) != 1:
         return "q or cos_sin is not contiguous along the last dim"
     return None

@@ -137,6 +137,8 @@ def _write(
 def _supports(device: torch.device, arch: str, args: Mapping[str, Any]) -> str | None:
     if args["logits"].dtype != torch.float32 or args["lens"].dtype not in (torch.int32, torch.int64):
         return f"logits are {args['logits'].dtype}, lens {args['lens'].dtype}"
+    if args["logits"].shape[1] * args["logits"].stride(1) >= 1 << 31:
+        return "logits of a token lie 2^31 elements apart"
     if not 0 < args["k"] <= 1 << 11:
         return f"k = {args['k']} (1 to {1 << 11})"
     return None
@@ -159,16 +161,18 @@ def indexer_topk_triton(logits: torch.Tensor, lens: torch.Tensor, *, k: int) -> 
     indices = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
     if not tokens:
         return indices
-    columns = max(16, triton.next_power_of_2(k))
+    arch, columns = arch_of(logits.device), max(16, triton.next_power_of_2(k))
     chosen = torch.empty(tokens, columns, dtype=torch.int64, device=logits.device)
     block = min(BLOCK, max(16, triton.next_power_of_2(width)))
+    many = tokens >= 1024 and arch.startswith("sm_")  # then small programs beat short ones
+    select_warps, write_warps = max(4, min(16, block // (512 if many else 256))), 1 if many else 4
     _select[(tokens,)](
         logits, lens, chosen, width, k, logits.stride(0), logits.stride(1), lens.stride(0),
-        WHOLE=width <= block, N=block, K=columns, num_warps=min(16, max(4, block // 256)),
+        WHOLE=width <= block, N=block, K=columns, num_warps=select_warps,
     )  # fmt: skip
-    rows = max(1, (1 << 13) // columns) if arch_of(logits.device) == "cpu" else 1
+    rows = max(1, (1 << 13) // columns) if arch == "cpu" else 1
     _write[(triton.cdiv(tokens, rows),)](
         chosen, lens, indices, tokens, width, k, lens.stride(0), T=rows, K=columns, STAGES=columns.bit_length() - 1,
-        num_warps=4,
+        num_warps=write_warps,
     )  # fmt: skip
     return indices

@@ -18,6 +18,8 @@ from dsv4dbg.kernels.moe.router_triton import rounding, scores, unsupported, wei
 from dsv4dbg.kernels.numerics import Numerics
 from dsv4dbg.kernels.triton_run import arch_of, triton_implements
 
+SCORES = 1 << 8  # of a program: few, so that a row lies in one warp
+
 
 @triton.jit
 def _ordered(x):
@@ -37,21 +39,19 @@ def _moe_router(
     expert, column = tl.arange(0, E), tl.arange(0, K)
     real = (token < tokens)[:, None] & (expert < experts)[None, :]
     z = tl.load(logits + token[:, None] * logits_token + expert[None, :] * logits_expert, real, other=0.0)
-    a = scores(codes.widened(z), STEP)
-    ranked = a + codes.widened(tl.load(bias + expert * bias_stride, expert < experts, other=0.0))[None, :]
+    added = codes.widened(tl.load(bias + expert * bias_stride, expert < experts, other=0.0))
+    ranked = scores(codes.widened(z), STEP) + added[None, :]
     rank = (_ordered(ranked).to(tl.int64) << 32) | (E - 1 - expert)[None, :].to(tl.int64)
     rank = tl.where((expert < experts)[None, :], rank, -(1 << 63))
 
-    chosen = tl.zeros((T, K), tl.float32)
     choice = tl.zeros((T, K), tl.int32)
     for k in range(topk):
         best = E - 1 - (tl.max(rank, 1) & (E - 1)).to(tl.int32)
-        here = expert[None, :] == best[:, None]
-        score = tl.sum(tl.where(here, a, 0.0), 1)
-        rank = tl.where(here, -(1 << 63), rank)
-        chosen = tl.where(column[None, :] == k, score[:, None], chosen)
+        rank = tl.where(expert[None, :] == best[:, None], -(1 << 63), rank)
         choice = tl.where(column[None, :] == k, best[:, None], choice)
     stored = (token < tokens)[:, None] & (column < topk)[None, :]
+    z = tl.load(logits + token[:, None] * logits_token + choice * logits_expert, stored, other=0.0)
+    chosen = tl.where(stored, scores(codes.widened(z), STEP), 0.0)  # again, which is cheaper than to carry them
     place = token[:, None] * topk + column[None, :]
     tl.store(weights + place, weights_of(chosen, eps, scale, STEP), stored)
     tl.store(ids + place, choice, stored)
@@ -86,11 +86,11 @@ def moe_router_triton(
     if not tokens:
         return weights, ids
     width = triton.next_power_of_2(experts)
-    block = max(1, (1 << 14 if arch_of(logits.device) == "cpu" else 1 << 10) // width)
+    block = max(1, (1 << 14 if arch_of(logits.device) == "cpu" else SCORES) // width)
     _moe_router[(triton.cdiv(tokens, block),)](
         logits, bias, weights, ids, tokens, experts, topk, logits.stride(0), logits.stride(1), bias.stride(0), scale,
         numerics.router_eps,
         STEP=rounding(logits, numerics), T=block, E=width, K=triton.next_power_of_2(topk),
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return weights, ids

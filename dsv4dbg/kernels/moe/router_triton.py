@@ -85,4 +85,6 @@ def unsupported(args: Mapping[str, Any]) -> str | None:
         return f"logits are {args['logits'].dtype}"
     if args["logits"].shape[1] > 1 << 12:
         return f"{args['logits'].shape[1]} experts (at most {1 << 12})"
+    if args["logits"].shape[1] * args["logits"].stride(1) >= 1 << 31:
+        return "logits of a token lie 2^31 elements apart"
     return None
