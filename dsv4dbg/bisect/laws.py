@@ -8,7 +8,7 @@ end (window, compressed entries, indexer keys, compressor states), in logical or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -40,7 +40,7 @@ class Setting:
         max_tokens: Sequence[int],
         step_tokens: int,
         seed: int = 0,
-        placement: dict[str, Sequence[int]] | None = None,
+        placement: Mapping[str, Sequence[int]] | None = None,
     ) -> Session:
         session = Session(
             self.model, max_tokens=max_tokens, step_tokens=step_tokens, device=self.device, plan=self.plan,

@@ -8,7 +8,7 @@ positions which no later token can need are returned to the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -160,7 +160,7 @@ class CacheManager:
         device: torch.device,
         fmt: CacheFormat | None = None,
         seed: int = 0,
-        placement: dict[str, Sequence[int]] | None = None,
+        placement: Mapping[str, Sequence[int]] | None = None,
         rollback: int = 8,
         fill: int = 0,
     ) -> None:

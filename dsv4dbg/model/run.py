@@ -7,7 +7,7 @@ of steps; which kernels run is the plan's business, what is recorded the listene
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,7 +74,7 @@ class Session:
         cache_format: CacheFormat | None = None,
         seed: int = 0,
         draft: bool = True,
-        placement: dict[str, Sequence[int]] | None = None,
+        placement: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         limit = model.config.max_position_embeddings
         if max(max_tokens, default=0) > limit:
