@@ -51,7 +51,7 @@ class Rejudge:
         try:
             return self._judge(candidate)
         except DbgError as error:
-            return error.message
+            return one_line(error.message)
         except Exception as error:  # a trace holds anything, and no shape of it may end the whole comparison
             return _words("judging it failed", error)
 
