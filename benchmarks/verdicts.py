@@ -1,9 +1,9 @@
 """How far verdicts can be trusted: clean variants and generated mutants, judged. Prints the tables of docs/verdicts.md.
 
-    python benchmarks/verdicts.py prototypes --rows 100000 --seeds 1 2
-    python benchmarks/verdicts.py registry --sizes tiny wide --seeds 101 102
-    python benchmarks/verdicts.py blindspots
-    python benchmarks/verdicts.py speed
+python benchmarks/verdicts.py prototypes --rows 100000 --seeds 1 2
+python benchmarks/verdicts.py registry --sizes tiny wide --seeds 101 102
+python benchmarks/verdicts.py blindspots
+python benchmarks/verdicts.py speed
 """
 
 from __future__ import annotations

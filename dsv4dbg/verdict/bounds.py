@@ -109,9 +109,7 @@ def _worst(name: str, value: np.ndarray, limit: np.ndarray, level: Level, source
     )  # fmt: skip
 
 
-def clauses(
-    found: Measured, candidate: Sums, reference: Sums | None, independent: bool, summed: float
-) -> list[Clause]:
+def clauses(found: Measured, candidate: Sums, reference: Sums | None, independent: bool, summed: float) -> list[Clause]:
     """All tests of one output's values. ``independent``: nothing but the store rounds; ``summed``: `Noise.summed`.
 
     Without a reference the tests of scale and bias are left out: a factor near 1 on values that lie on the grid

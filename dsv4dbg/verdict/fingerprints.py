@@ -31,9 +31,7 @@ def bad_segments(found: Measured, sums: Sums) -> np.ndarray:
     return (sums.broken > 0) | (sums.worst > 1) | (sums.z2 / n > limit)
 
 
-def fingerprints(
-    v: Values, found: Measured, sums: Sums, broken: list[Clause], context: Mapping[str, Any]
-) -> list[str]:
+def fingerprints(v: Values, found: Measured, sums: Sums, broken: list[Clause], context: Mapping[str, Any]) -> list[str]:
     """Sentences, the most telling first."""
     bad = bad_segments(found, sums)
     if not bad.any():

@@ -56,9 +56,7 @@ class Judgement:
     @property
     def worst(self) -> OutputJudgement | None:
         """The output that decides, and among equals the one nearest to its limits."""
-        return max(
-            self.outputs.values(), key=lambda o: (o.verdict, o.worst.excess if o.worst else 0.0), default=None
-        )
+        return max(self.outputs.values(), key=lambda o: (o.verdict, o.worst.excess if o.worst else 0.0), default=None)
 
     @property
     def sentence(self) -> str:

@@ -1,9 +1,9 @@
 """The derived noise of an output: from the roundings, the number of terms and their size that the contract states.
 
-    rounded = u sqrt(k / 3)                     k roundings to activations of half step u, spread evenly
-    rounded^2 += 1.6 * 0.045 * rounded          an FP8 quantiser behind them: a rounding moves a value over a tie
-                                                with probability 0.4 a / h, and then by 2h; h is 0.045 |x| rms
-    summed  = (sqrt(n) + 4) 2^-24               n terms in float32, errors in random order; 4 for exp, rsqrt, division
+rounded = u sqrt(k / 3)                     k roundings to activations of half step u, spread evenly
+rounded^2 += 1.6 * 0.045 * rounded          an FP8 quantiser behind them: a rounding moves a value over a tie
+                                            with probability 0.4 a / h, and then by 2h; h is 0.045 |x| rms
+summed  = (sqrt(n) + 4) 2^-24               n terms in float32, errors in random order; 4 for exp, rsqrt, division
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def noise_of(
         if source in oracle and np.shape(oracle[source]) == np.shape(oracle[name]):
             size = np.maximum(size, np.abs(np.asarray(oracle[source], np.float64)).reshape(flat.shape))
         else:
-            value, dims = (oracle[source], op.outputs[source].dims) if source in oracle else (
-                args[source], op.args[source].dims
+            value, dims = (
+                (oracle[source], op.outputs[source].dims) if source in oracle else (args[source], op.args[source].dims)
             )
             size = np.maximum(size, _largest(value, dims.split(), compare.row.split(), len(flat)))
     mixed = size if compare.terms or compare.magnitude else np.zeros((len(flat), 1))
