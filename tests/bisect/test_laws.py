@@ -94,7 +94,7 @@ def test_block_permutation_also_beyond_4_gib(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "count"), [("tiny", 300), ("wide", 150)])
+@pytest.mark.parametrize(("model", "count"), [("tiny", 150), ("wide", 135)])
 def test_laws_on_the_models(model: str, count: int) -> None:
     checkpoint = open_model(model)
     whole = Setting(Model(checkpoint.config, ModelWeights(checkpoint, CPU), OFFICIAL), CPU)
