@@ -329,7 +329,8 @@ class _Walk:
         if b.site.op == BLOCK:
             inside = self._inside.get((b.site.step, b.site.name), _Inside())
             found += [f"cache {words}" for words in inside.caches.values() if words]
-        return tuple(found), tuple(intended)
+        # names of arguments and caches come from files
+        return tuple(map(one_line, found)), tuple(map(one_line, intended))
 
     def _take_writes(self, site: SiteDiff) -> None:
         for arg in {**site.reference.mutated, **site.record.mutated}:

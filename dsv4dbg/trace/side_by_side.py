@@ -19,6 +19,7 @@ from dsv4dbg.trace.apart import FLOATS, Apart, Workspace, apart, row_dims
 from dsv4dbg.trace.bits import Bits
 from dsv4dbg.trace.reader import Trace
 from dsv4dbg.trace.records import CacheRef, SiteRecord, TensorSpec
+from dsv4dbg.trace.text import one_line
 
 SMALL = 1 << 15  # bytes below which a pair is compared at once instead of by a thread
 
@@ -91,7 +92,7 @@ class SideBySide:
             found = self._known[key] = found.result()
         if found.equal:
             return EQUAL
-        dims = tuple(spec.dims.split()[: row_dims(spec.shape)])
+        dims = tuple(one_line(spec.dims).split()[: row_dims(spec.shape)])
         return TensorDiff(**vars(found), dims=dims, dtype=spec.dtype)
 
     def _apart(self, a: Bits, b: Bits, spec: TensorSpec) -> Apart:
