@@ -79,6 +79,11 @@ class Registry:
             raise DbgError(f"op {op} has no implementation '{name}'", f"it has: {known}")
         return found
 
+    def broken(self, op: str, name: str) -> str | None:
+        """Why the module of an implementation did not import; None if there is no such module."""
+        found = (u for u in self.unavailable if u.module.endswith(f".{op}_{name}"))
+        return next((f"{u.module} is unavailable: {u.reason}" for u in found), None)
+
     def names(self, op: str) -> list[str]:
         return [name for o, name in self.implementations if o == op]
 

@@ -116,7 +116,10 @@ class OpTable:
         name = self.plan.implementation(site)
         implementation = self.registry.implementations.get((site.op, name))
         seen = {**args, "numerics": self.numerics}
-        reason = implementation.why_not(self.device, self.arch, seen) if implementation else "the op has none"
+        if implementation is not None:
+            reason = implementation.why_not(self.device, self.arch, seen)
+        else:
+            reason = self.registry.broken(site.op, name) or "the op has none"
         if implementation is not None and reason is None:
             return implementation
         if self.plan.is_explicit(site):

@@ -107,7 +107,9 @@ def check_names(plan: Plan, patterns: Sequence[Pattern]) -> None:
         ops = _ops(pattern) or list(found.ops)
         if not any((op, name) in found.implementations for op in ops):
             known = sorted({n for o, n in found.implementations if o in ops})
-            raise DbgError(f"plan rule '{pattern}={name}': no such implementation", f"there is: {', '.join(known)}")
+            broken = [found.broken(op, name) for op in ops]
+            reason = next(filter(None, broken), "no such implementation")
+            raise DbgError(f"plan rule '{pattern}={name}': {reason}", f"there is: {', '.join(known)}")
 
 
 def _ops(pattern: Pattern) -> list[str] | None:

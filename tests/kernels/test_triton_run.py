@@ -113,16 +113,17 @@ def test_odd_page_strides_are_refused_with_a_reason() -> None:
     assert "multiple of 16" in reason
 
 
-def test_without_triton_a_choice_of_it_says_so() -> None:
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from dsv4dbg.cli.main import main\n"
-        "main(['ops'])\n"
-    )  # fmt: skip
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "sparse_mla_decode_triton" in ran.stdout
-    assert "triton" in ran.stdout
+def test_without_triton_its_kernels_are_listed_and_a_choice_of_one_says_why() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = f"import sys; sys.modules['triton'] = None\nfrom dsv4dbg.cli.main import main\nmain({list(arguments)})"
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    listed = run("ops")
+    assert listed.returncode == 0, listed.stderr
+    assert "unavailable: dsv4dbg.kernels.attention.sparse_mla_decode_triton: " in listed.stdout
+    chosen = run("capture", "--prompt", "x", "--plan", "op:sparse_mla_prefill=triton", "-o", os.devnull)
+    assert chosen.returncode == 2
+    assert "sparse_mla_prefill_triton is unavailable: import of triton halted" in chosen.stderr
 
 
 def test_capture_on_the_cpu_with_the_kernel(dsv4dbg, tmp_path: Path) -> None:
