@@ -21,7 +21,7 @@ from dsv4dbg.site import BLOCK
 from dsv4dbg.trace.reader import Trace
 from dsv4dbg.trace.records import SiteRecord
 from dsv4dbg.trace.side_by_side import EQUAL, CacheWatch, SideBySide, TensorDiff
-from dsv4dbg.trace.text import one_line, shorten
+from dsv4dbg.trace.text import listed, one_line, shorten
 
 SAME_RUN = ("model", "prompt_tokens", "workload")  # manifest entries in which traces must agree to be compared
 _PARTS = {
@@ -387,7 +387,7 @@ class _Walk:
         decision = self._judge(site.reference, site.record) if self._judge else "no judge"
         if isinstance(decision, str):
             if site.inputs and not intent:
-                known = f"inputs already differed ({_list(site.inputs)})"
+                known = f"inputs already differed ({listed(site.inputs)})"
             else:
                 known = intent or "inputs are equal, implementation or environment are not"
             return replace(site, verdict=Verdict.DRIFT, unjudged=decision, sentence=known)
@@ -406,11 +406,11 @@ class _Walk:
         decision = self._judge(site.reference, site.record) if self._judge else "no judge"
         if isinstance(decision, str):
             return replace(
-                site, unjudged=decision, sentence=f"outputs are equal, inputs are not ({_list(site.inputs)})"
+                site, unjudged=decision, sentence=f"outputs are equal, inputs are not ({listed(site.inputs)})"
             )
         if decision.verdict <= Verdict.ROUNDING:
             return replace(site, decision=decision)
-        text = f"outputs did not follow the inputs ({_list(site.inputs)}): {decision.sentence}"
+        text = f"outputs did not follow the inputs ({listed(site.inputs)}): {decision.sentence}"
         return replace(site, verdict=decision.verdict, sentence=text, decision=decision)
 
     def _block(self, site: SiteDiff) -> SiteDiff:
@@ -425,7 +425,7 @@ class _Walk:
             return site
         if site.inputs or not (self._same_place and self._same_plan and not self._intent.switches):
             known = (
-                f"inputs already differed ({_list(site.inputs)})"
+                f"inputs already differed ({listed(site.inputs)})"
                 if site.inputs
                 else "numerics, plan or environment differ"
             )
@@ -446,8 +446,3 @@ def add_fault(result: Diff, reference: Trace, candidate: Trace) -> None:
     if last and last[-1].site.path in passed:
         text = f"the candidate's capture ended inside this call: {error}"
         result.sites.append(SiteDiff(last[-1], passed[last[-1].site.path], Verdict.FAULT, sentence=text))
-
-
-def _list(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,3 +62,9 @@ def shorten(value: Any) -> str:
 def one_line(text: str) -> str:
     """``text`` as one line without characters that a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first few of ``names``, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
