@@ -397,8 +397,8 @@ class _Walk:
         if intent:
             return replace(site, verdict=Verdict.DRIFT, sentence=intent)
         if site.inputs:
-            text = "as torch bit for bit" if decision.exact else decision.sentence
-            return replace(site, verdict=Verdict.DRIFT, sentence=f"on its own inputs {text}")
+            text = "equal to torch on its own inputs" if decision.exact else f"on its own inputs: {decision.sentence}"
+            return replace(site, verdict=Verdict.DRIFT, sentence=text)
         return replace(site, verdict=Verdict.ROUNDING)
 
     def _unmoved(self, site: SiteDiff) -> SiteDiff:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -704,3 +705,22 @@ def test_a_write_that_is_missing_is_a_sentence(tmp_path, plain) -> None:
         trace.cache_at("decode1", "L0.attn.attend", "state")
     result = compared(plain, path, judged=False)
     assert "was written" not in "".join(at(result, "decode0/L0.attn.attend").inputs)
+
+
+def test_memory_is_a_few_blocks_however_large_the_tensors(tmp_path: Path) -> None:
+    """Two traces of 64 MB in four tensors, all different, compared on two threads."""
+    rng, paths = np.random.default_rng(0), [tmp_path / "a.h5", tmp_path / "b.h5"]
+    values = rng.standard_normal((1 << 22,), np.float32)
+    shapes = ((1 << 12, 1 << 10), (1, 1 << 22), (1 << 20, 4), (1 << 22,))
+    for path in paths:
+        with TraceWriter(path, MANIFEST) as writer:
+            for number, shape in enumerate(shapes):
+                output = tensor((values * (1.01 if path == paths[1] else 1) + number).reshape(shape).astype(np.float32))
+                writer.site(Site(f"L{number}.attn.op", "op", "prefill0"), "torch").finish({"y": output})
+    tracemalloc.start()
+    result = compared(*paths, judged=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [s.outputs["y"].rows for s in result.sites] == [1 << 12, 1, 1 << 20, 1 << 22]
+    assert all(s.outputs["y"].similarity == pytest.approx(1, abs=1e-3) for s in result.sites)
+    assert peak < 24e6

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +23,7 @@ SEVERITY = ["same", "rounding", "drift", "unjudged", "diverged", "fault"]  # of 
 GLYPHS = dict(zip(SEVERITY, "·▁▄?█✗", strict=True))
 PLAIN = dict(zip(SEVERITY, ".:+?#X", strict=True))  # for terminals that cannot show the others
 ROWS = 12  # sites that the table shows
+LEAST = 20  # characters of the last column that are worth printing
 RULER = 10  # layers between two numbers above the ribbon
 _MTP = re.compile(r"mtp\d+")
 
@@ -103,14 +105,14 @@ def _drawn(names: list[str], phases: dict[str, dict[str, str]], glyphs: dict[str
 
 
 def show(result: Diff, first: Trace, second: Trace, no_judge: bool) -> None:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     glyphs = GLYPHS if _can_print("".join(GLYPHS.values())) else PLAIN
     names, phases = ribbon(result)
     used = [s for s in SEVERITY if any(s in cells.values() for cells in phases.values())]
-    lines = headline(result)
+    lines = _wrapped(headline(result), width)
     if not result.identical:
         lines += ["", _drawn(names, phases, glyphs), "  " + "  ".join(f"{glyphs[s]} {s}" for s in used)]
-        lines += ["", *_counts(result, first, second)]
+        lines += ["", *_wrapped(_counts(result, first, second), width)]
         table = _table(result)
         if table:
             lines += ["", _columns([("site", "verdict", "rel. error", "worst row", "why"), *map(_row, table)], width)]
@@ -169,10 +171,20 @@ def _error(diff: TensorDiff) -> str:
 
 
 def _columns(rows: Iterable[tuple[str, ...]], width: int) -> str:
-    """A table that is no wider than the terminal: the last column gives way."""
-    return "\n".join(
-        line if len(line) <= width else line[: width - 3] + "..." for line in columns(list(rows), "  ").splitlines()
-    )
+    """A table that is no wider than a terminal of ``width`` (0: there is none): the last column gives way."""
+    rows = list(rows)
+    if width and columns([(*row[:-1], "") for row in rows], "  ").find("\n") > width - LEAST:
+        rows = [row[:-1] for row in rows]
+    lines = columns(rows, "  ").splitlines()
+    return "\n".join(line if not width or len(line) <= width else line[: width - 3] + "..." for line in lines)
+
+
+def _wrapped(lines: list[str], width: int) -> list[str]:
+    """Sentences on as many lines as a terminal of ``width`` needs."""
+    if not width:
+        return lines
+    options = {"subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
+    return [part for line in lines for part in textwrap.wrap(line, width, **options)]
 
 
 def _next(result: Diff, first: Trace, second: Trace, no_judge: bool) -> str:

@@ -215,7 +215,7 @@ def test_other_bits_in_another_environment_are_judged(diff, plain: Path, copy: P
 # other numerics, caches, places
 
 
-@pytest.mark.parametrize("cache", ["fp8", "bf16"])
+@pytest.mark.parametrize("cache", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_official_against_hf_names_the_first_op_that_differs_on_purpose(diff, capture, plain, cache: str) -> None:
     code, document = diff(plain, capture("--numerics", "hf", "--kv-cache", cache))
     first = document["first"]
@@ -224,7 +224,7 @@ def test_official_against_hf_names_the_first_op_that_differs_on_purpose(diff, ca
     assert "no op is at fault" in document["answer"]
 
 
-@pytest.mark.parametrize("cache", ["bf16", "f32", "fp8-fnuz"])
+@pytest.mark.parametrize("cache", ["bf16", *(pytest.param(c, marks=pytest.mark.slow) for c in ("f32", "fp8-fnuz"))])
 def test_other_caches_differ_on_purpose(diff, capture: Capture, plain: Path, cache: str) -> None:
     code, document = diff(plain, capture("--kv-cache", cache))
     first = document["first"]
@@ -269,9 +269,15 @@ WRONG = {
 }
 
 
+LATE = tuple(part for name in ("L3", "L3.*", "L4", "L4.*", "head.*") for part in ("--sites", name))
+
+
+@pytest.mark.parametrize("kept", [LATE, pytest.param((), marks=pytest.mark.slow)], ids=["two layers", "all"])
 @pytest.mark.parametrize(("plan", "site", "words"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_named_first_and_nothing_else_is(diff, capture, plain, plan: str, site: str, words) -> None:
-    code, document = diff(plain, capture("--plan", plan))
+def test_what_is_wrong_is_named_first_and_nothing_else_is(
+    diff, capture, plan: str, site: str, words: str, kept
+) -> None:
+    code, document = diff(capture(*kept), capture("--plan", plan, *kept))
     first = document["first"]
     assert code == 1
     assert (first["site"], first["verdict"], first["judged"]) == (site, "DIVERGED", True)
@@ -480,7 +486,7 @@ def unclosed(tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
-@pytest.mark.parametrize("step", [97, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [150, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_capture_cut_at_every_4_kib(dsv4dbg, diff, plain: Path, tmp_path: Path, step: int) -> None:
     """With its journal a capture that lost its end is compared as far as it goes, and nothing it had differs."""
     (path,) = unclosed(tmp_path)
