@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.dims import TINY
@@ -42,7 +43,7 @@ torch.save(TRITON.function(**arguments("both fnuz"), numerics=OFFICIAL), sys.arg
 """
 
 
-@pytest.mark.skipif(triton.__version__.startswith("3.6"), reason="outside our worker it fails with numpy 2.4")
+@pytest.mark.skipif(version("triton").startswith("3.6"), reason="outside our worker it fails with numpy 2.4")
 def test_the_worker_gives_the_bits_of_an_interpreter_in_process(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
