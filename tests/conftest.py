@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,18 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_plug_in_outlives_its_module() -> Iterator[None]:
+    """What one test file loads with ``--plugin`` is not in the registry that the next one sees."""
+    yield
+    if "dsv4dbg.kernels.registry" in sys.modules:
+        from dsv4dbg.kernels.registry import registry
+
+        known = registry().implementations
+        for key in [key for key, i in known.items() if i.function.__module__.startswith("dsv4dbg_plugin_")]:
+            del known[key]
 
 
 @pytest.fixture

@@ -156,16 +156,23 @@ def load_plugin(path: Path) -> list[Implementation]:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    before = set(registry().implementations)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         _pending.clear()
         raise DbgError(f"plug-in {path} does not import: {type(error).__name__}: {error}") from error
-    for implementation in _pending:
-        registry().op(implementation.op)
-    _collect(registry(), module)
-    added = [i for key, i in registry().implementations.items() if key not in before]
+    added = list(_pending)
+    try:
+        for implementation in added:
+            registry().op(implementation.op)
+            if implementation.name == REFERENCE:
+                raise DbgError(
+                    f"plug-in {path} calls its {implementation.op} '{REFERENCE}'; that is the reference's name"
+                )
+    except DbgError:
+        _pending.clear()
+        raise
     if not added:
         raise DbgError(f"plug-in {path} declares no implementation", "decorate one with @implements('op', 'name')")
+    _collect(registry(), module)
     return added

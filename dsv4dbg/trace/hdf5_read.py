@@ -12,12 +12,16 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t  # pyright: ignore[reportAttributeAccessIssue]
 
+from dsv4dbg.trace.records import STORAGE
+
 _LAYOUTS = {h5d.COMPACT: "compact", h5d.CHUNKED: "chunked", h5d.VIRTUAL: "virtual"}
-_MOST_GROUPS, _MOST_PATHS = 64, 10_000  # that are remembered
+_MOST_LINKS = 100_000  # of one step that are remembered
+_CLEAR = {name for name, storage in STORAGE.items() if storage == name and storage not in ("uint8", "uint16")}
 _MAX_ATTR = 64  # bytes of the dtype attribute
 
 
@@ -32,8 +36,7 @@ class Hdf5Reader:
         self._id = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
         self.fd: int = self._id.get_vfd_handle()  # HDF5's own; valid until `close`
         self._root = h5g.open(self._id, b"/")
-        self._steps: dict[str, h5g.GroupID] = {}  # groups two levels down, in which most names are looked up
-        self._hard: set[str] = set()  # paths to groups that lead over hard links only
+        self._step = ("", self._root, dict[bytes, int]())  # the last step that was asked for: path, group, `_inside`
         self._kinds: dict[np.dtype, h5t.TypeID] = {}
         self._places: dict[int, tuple[str, tuple[int, ...], int]] = {}  # address of a dataset -> dtype, shape, place
 
@@ -69,7 +72,9 @@ class Hdf5Reader:
         dataset = self._dataset(base, name, path)
         if storage not in self._kinds:
             self._kinds[storage] = h5t.py_create(storage)
-        if not dataset.get_type().equal(self._kinds[storage]) or self._dtype_attr(dataset) != dtype:
+        # a stored float32 can be nothing else; the attribute says which kind of uint8 or uint16 it is
+        known_kind = dtype in _CLEAR or self._dtype_attr(dataset) == dtype
+        if not dataset.get_type().equal(self._kinds[storage]) or not known_kind:
             raise ValueError(f"{path} is not the {dtype} stored as {storage.name} that the index lists")
         if dataset.shape != shape:
             raise ValueError(f"{path} has shape {list(dataset.shape or ())}, and the index says {list(shape)}")
@@ -95,33 +100,45 @@ class Hdf5Reader:
     def _link(self, path: str) -> tuple[h5g.GroupID, bytes, int]:
         """The way to ``path``: a group, the name in it, and the address of the object; by hard links only.
 
-        HDF5 would follow soft and external links inside a name, so every part of it is looked at first. Links to one
-        object have one address.
+        HDF5 would follow soft and external links inside a name, so every part of it is looked at. Links to one object
+        have one address.
         """
         parts = path.strip("/").split("/")
         base, start = self._root, 0
-        if len(parts) > 3:
-            base, start = self._step("/".join(parts[:2])), 2
+        if len(parts) > 2:
+            step = "/".join(parts[:2])
+            if self._step[0] != step:
+                self._step = (step, *self._inside(*parts[:2]))
+            _, base, inside = self._step
+            start, name = 2, "/".join(parts[2:]).encode()
+            if name in inside:
+                return base, name, inside[name]
         for end in range(start + 1, len(parts)):
-            parent = "/".join(parts[:end])
-            if parent not in self._hard:
-                self._hard_link(base, "/".join(parts[start:end]), parent)
-                if len(self._hard) >= _MOST_PATHS:
-                    self._hard.clear()
-                self._hard.add(parent)
+            self._hard_link(base, "/".join(parts[start:end]), "/".join(parts[:end]))
         name = "/".join(parts[start:])
         return base, name.encode(), self._hard_link(base, name, path)
 
-    def _step(self, path: str) -> h5g.GroupID:
-        if path not in self._steps:
-            base, name, _ = self._link(path)
-            group = h5o.open(base, name)
+    def _inside(self, *parts: str) -> tuple[h5g.GroupID, dict[bytes, int]]:
+        """A group below the root, and the address of everything that hard links lead to in it, at any depth.
+
+        One walk by HDF5 costs half of asking for every name. It stops after _MOST_LINKS; what is not in it then is
+        looked up by name.
+        """
+        group = self._root
+        for end, name in enumerate(parts, 1):
+            self._hard_link(group, name, "/".join(parts[:end]))
+            group = h5o.open(group, name.encode())
             if not isinstance(group, h5g.GroupID):
-                raise ValueError(f"{path} is not a group")
-            if len(self._steps) >= _MOST_GROUPS:
-                self._steps.clear()
-            self._steps[path] = group
-        return self._steps[path]
+                raise ValueError(f"{'/'.join(parts[:end])} is not a group")
+        found: dict[bytes, int] = {}
+
+        def note(name: bytes, link: Any) -> bool | None:
+            if link.type == h5l.TYPE_HARD:
+                found[name] = link.u
+            return True if len(found) >= _MOST_LINKS else None
+
+        group.links.visit(note, info=True)
+        return group, found
 
     @staticmethod
     def _hard_link(base: h5g.GroupID, name: str, path: str) -> int:

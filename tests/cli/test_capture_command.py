@@ -157,7 +157,13 @@ def test_no_gpu_is_untestable(dsv4dbg, tmp_path: Path) -> None:
 def test_a_plugin_that_fails_says_why(dsv4dbg, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module_at_all")
     (tmp_path / "empty.py").write_text("x = 1")
-    for name, words in (("broken.py", "no_such_module_at_all"), ("empty.py", "declares no implementation")):
+    (tmp_path / "usurper.py").write_text(
+        "from dsv4dbg.kernels.registry import implements\nimplements('rms-norm', 'torch')(print)"
+    )
+    for name, words in (
+        ("broken.py", "no_such_module_at_all"), ("empty.py", "declares no implementation"),
+        ("usurper.py", "the reference's name"),
+    ):  # fmt: skip
         ran = dsv4dbg("capture", "--prompt", "a", "--plugin", tmp_path / name, "-o", tmp_path / "t.h5")
         assert_one_sentence(ran, words)
 
