@@ -17,7 +17,8 @@ from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.arrays import CacheArray, to_array, to_arrays
 from dsv4dbg.kernels.oracle import run_oracle
 from dsv4dbg.kernels.registry import registry
-from dsv4dbg.model.replay import SiteCall, load_call, run, to_tensor
+from dsv4dbg.kernels.table import Call
+from dsv4dbg.model.replay import load_call, run, to_tensor
 from dsv4dbg.model.weights import ModelWeights
 from dsv4dbg.plan import REFERENCE
 from dsv4dbg.trace.caches import CacheReplay
@@ -78,7 +79,7 @@ class Rejudge:
                 self._no_weights = f"the model's weights are not at hand ({words})"
         raise DbgError(self._no_weights)
 
-    def _outputs(self, call: SiteCall, record: SiteRecord) -> Mapping[str, Any]:
+    def _outputs(self, call: Call, record: SiteRecord) -> Mapping[str, Any]:
         """What the candidate's site yielded, as the judge takes it; caches with its writes applied."""
         missing = [n for n in call.op.outputs if n not in record.outputs]
         missing += [n for n in call.op.mutates if n in record.caches and n not in record.mutated]

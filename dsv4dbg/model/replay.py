@@ -7,17 +7,16 @@ checkpoint whose hashes are the trace's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from dsv4dbg.errors import DbgError
-from dsv4dbg.kernels.contract import Op
-from dsv4dbg.kernels.numerics import Numerics, profile
+from dsv4dbg.kernels.numerics import profile
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import Implementation, registry
+from dsv4dbg.kernels.table import Call
 from dsv4dbg.model.weights import ModelWeights
 from dsv4dbg.trace.caches import CacheReplay
 from dsv4dbg.trace.reader import Trace
@@ -30,19 +29,6 @@ _TORCH = {
         "int8", "int16", "int32", "int64", "bool",
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class SiteCall:
-    """A call taken from a trace, ready to be run.
-
-    Attributes:
-        args: all arguments by name, caches rebuilt as they were before the call.
-    """
-
-    op: Op
-    args: Mapping[str, Any]
-    numerics: Numerics
 
 
 def to_tensor(bits: np.ndarray, dtype: str, device: torch.device) -> torch.Tensor:
@@ -58,7 +44,7 @@ def to_tensor(bits: np.ndarray, dtype: str, device: torch.device) -> torch.Tenso
 def load_call(
     trace: Trace, record: SiteRecord, weights: ModelWeights | None, device: torch.device,
     caches: CacheReplay | None = None,
-) -> SiteCall:  # fmt: skip
+) -> Call:  # fmt: skip
     """Arguments of a site.
 
     Args:
@@ -87,7 +73,7 @@ def load_call(
         data = torch.from_numpy((caches or CacheReplay(trace)).at(record, name)).to(device)
         args[name] = Cache(reference.cache, data, trace.caches[reference.cache].layout)
     numerics = profile(record.attrs.get("numerics", trace.manifest.get("numerics", "official")))
-    return SiteCall(op, args, numerics)
+    return Call(record.site, op, record.implementation, args, numerics)
 
 
 def _weight(reference: Mapping[str, Any], weights: ModelWeights | None, record: SiteRecord) -> torch.Tensor:
@@ -99,7 +85,7 @@ def _weight(reference: Mapping[str, Any], weights: ModelWeights | None, record: 
     return weights.tensor(name)
 
 
-def run(call: SiteCall, implementation: Implementation, **changed: Any) -> dict[str, Any]:
+def run(call: Call, implementation: Implementation, **changed: Any) -> dict[str, Any]:
     """Run an implementation on a call's arguments; returns its outputs, and the mutated caches, by name."""
     kwargs = dict(call.args) | changed
     mutated = {
