@@ -1,4 +1,4 @@
-"""A process of our own that answers requests: the interpreter's worker, the compiler's.
+"""A process of our own that answers requests: the interpreter's worker, the compiler's, those of a bisect.
 
 Started with a fresh Python (never forked), it talks over a socket pair that only parent and child hold; its death is an
 exception here that says how it died.
@@ -6,16 +6,18 @@ exception here that says how it died.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-TAIL = 2000  # characters of the child's stderr that a message shows
+TAIL = 2000  # bytes of the child's stderr that a message shows
+PR_SET_PDEATHSIG = 1
 
 
 class ChildDied(RuntimeError):
@@ -23,9 +25,13 @@ class ChildDied(RuntimeError):
 
 
 class Child:
-    """``python -m MODULE FD``: a process at the other end of ``connection``."""
+    """``python -m MODULE FD``: a process at the other end of ``connection``.
 
-    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+    Args:
+        fds: file descriptors that it gets too, under the same numbers.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str], fds: Sequence[int] = ()) -> None:
         self.pid = os.getpid()  # of the parent: a copy of this object in a forked process is of no use there
         ours, theirs = Pipe()
         self.connection = ours
@@ -36,7 +42,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=self._stderr,
             stderr=self._stderr,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *fds],
             env={**os.environ, "PYTHONPATH": path, **environment},
         )
         theirs.close()
@@ -51,32 +57,48 @@ class Child:
             self.close(kill=True)
             raise ChildDied(f"no answer within {seconds:g} s")
 
+    @property
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        return os.pread(self._stderr.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace").strip()
+
+    def reap(self, seconds: float = 10) -> int | None:
+        """Exit code of a process that is ending (negative: the signal), killed if it does not end by itself.
+
+        None: it does not die even so, as one that is stuck in a driver.
+        """
+        for _ in range(2):
+            try:
+                return self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return None
+
     def died(self) -> ChildDied:
         """The exception for a connection that broke off."""
-        try:
-            code = self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        code = self.reap()
+        if code is None:
+            return ChildDied("cannot be killed")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._stderr.seek(0)
-        text = self._stderr.read().decode(errors="replace")[-TAIL:].strip()
+        text = self.last_words
         return ChildDied(how + (f"; its last words:\n{text}" if text else ""))
 
-    def close(self, kill: bool = False) -> None:
-        """End the process: by closing the connection, or at once."""
+    def close(self, kill: bool = False) -> int | None:
+        """End the process: by closing the connection, or at once. Returns what `reap` does."""
         self.connection.close()
         if self.pid != os.getpid():
-            return
+            return None
         if kill:
             self._process.kill()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        return self.reap()
 
 
 def parent() -> Connection:
     """In the child: the connection to the parent; what is printed goes to stderr."""
     return Connection(int(sys.argv[1]))
+
+
+def die_with_parent() -> None:
+    """In the child: be killed when the parent's thread that started this process ends, even in an endless loop."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -91,7 +91,7 @@ def _serve() -> None:
     import xxhash
 
     np.seterr(all="ignore")  # inf - inf and log(0) are ordinary in masked lanes
-    _quicken()
+    quicken()
     connection = parent()
     while True:
         try:
@@ -115,7 +115,7 @@ def _serve() -> None:
             connection.send_bytes(storages.bytes(number))
 
 
-def _quicken() -> None:
+def quicken() -> None:
     """Patch `triton.language` for interpretation once, not at every call of a device function (half of the time)."""
     import types
 

@@ -1,0 +1,144 @@
+"""What the processes of a bisect say to each other.
+
+The parent asks; a *walker* runs forwards and ships the calls of its sites, a *worker* runs a candidate on one call.
+Tensors lie in shared memory (`dsv4dbg.bisect.shared`); messages hold their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4dbg.bisect.shared import PackedCall
+from dsv4dbg.model.recording import Request
+
+
+@dataclass(frozen=True)
+class Walk:
+    """To a walker: run the request's forward and ship calls.
+
+    Attributes:
+        request: model, workload or prompt, device, cache format.
+        trace: ship this trace's calls instead of a forward's.
+        ops: ops whose calls are shipped.
+        live: sites (names without a step) at which the candidate runs in the forward itself; their calls are shipped
+            with its results. Empty: the reference runs everywhere.
+        candidate: name of the candidate.
+        finished: paths of sites that need not be shipped.
+        frames: numbers of the frames that the walker may fill.
+    """
+
+    request: Request
+    ops: frozenset[str]
+    frames: tuple[int, ...]
+    trace: Path | None = None
+    live: frozenset[str] = frozenset()
+    candidate: str = ""
+    finished: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """From a walker: what it runs.
+
+    Attributes:
+        steps: their names in order, where they are known beforehand.
+        regimes: name -> whether the workload reaches it.
+    """
+
+    steps: tuple[str, ...]
+    regimes: Mapping[str, bool]
+    environment: Mapping[str, Any]
+    device: str
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """From a walker: one call in a frame.
+
+    Attributes:
+        number: of the call among all of the walk, from 0.
+        used: bytes of the memory file up to here are taken in this frame.
+        reference: outputs and mutated caches by name.
+        candidate: the same of the candidate, where it ran live.
+        repeatable: whether the reference gave the same bits twice (None: run once).
+        seconds: the reference's time.
+    """
+
+    number: int
+    frame: int
+    used: int
+    call: PackedCall
+    reference: Mapping[str, Any]
+    seconds: float
+    candidate: Mapping[str, Any] | None = None
+    repeatable: bool | None = None
+
+
+@dataclass(frozen=True)
+class Passing:
+    """From a walker whose candidate runs live: this site is next."""
+
+    site: str
+
+
+@dataclass(frozen=True)
+class Walked:
+    """From a walker: the end. ``seconds`` of the forward itself, ``calls`` of ops in it."""
+
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """From a walker or a worker: an exception, as names and text. ``wrong_use``: it is a `DbgError`'s message."""
+
+    kind: str
+    text: str
+    traceback: str = ""
+    wrong_use: bool = False
+    exit_code: int = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """To a worker: run an implementation on a call.
+
+    Attributes:
+        begin, end: bytes of the memory file where results may go.
+        fill: name of the pattern in memory that the candidate does not own.
+        seed: of canaries and of the placement in the worker's arena.
+    """
+
+    call: PackedCall
+    implementation: str
+    begin: int
+    end: int
+    fill: str = "nan"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """From a worker, before it runs: device addresses of the call's buffers."""
+
+    ranges: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """From a worker: results by name (places in shared memory), what guards found, and seconds of the call alone."""
+
+    results: Mapping[str, Any]
+    damage: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """From a worker: the implementation does not support this call."""
+
+    reason: str
