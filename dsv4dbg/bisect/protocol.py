@@ -6,12 +6,14 @@ Tensors lie in shared memory (`dsv4dbg.bisect.shared`); messages hold their plac
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsv4dbg.bisect.shared import PackedCall
+from dsv4dbg.errors import DbgError
 from dsv4dbg.model.recording import Request
 
 
@@ -26,7 +28,6 @@ class Walk:
         live: sites (names without a step) at which the candidate runs in the forward itself; their calls are shipped
             with its results. Empty: the reference runs everywhere.
         candidate: name of the candidate.
-        finished: paths of sites that need not be shipped.
         frames: numbers of the frames that the walker may fill.
     """
 
@@ -36,7 +37,6 @@ class Walk:
     trace: Path | None = None
     live: frozenset[str] = frozenset()
     candidate: str = ""
-    finished: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,29 @@ class Failed:
     wrong_use: bool = False
     exit_code: int = 2
 
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        if isinstance(error, DbgError):
+            return cls(type(error).__name__, str(error), wrong_use=True, exit_code=error.exit_code)
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True)
+class Hello:
+    """To a worker, once: what it will run, and on which device."""
+
+    candidate: str
+    plugins: tuple[Path, ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From a worker, once: ops that have the candidate -> what is wrong with its signature, or ''."""
+
+    candidates: Mapping[str, str]
+    arch: str
+
 
 @dataclass(frozen=True)
 class Run:
@@ -130,9 +153,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Ran:
-    """From a worker: results by name (places in shared memory), what guards found, and seconds of the call alone."""
+    """From a worker: results by name (places in shared memory), what guards found, and seconds of the call alone.
+
+    Attributes:
+        used: bytes of the memory file up to here are taken.
+    """
 
     results: Mapping[str, Any]
+    used: int
     damage: tuple[str, ...]
     seconds: float
 

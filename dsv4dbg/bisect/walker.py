@@ -7,19 +7,20 @@ makes of the same inputs. A walk is deterministic: started again, it ships the s
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsv4dbg.bisect.protocol import Failed, Opened, Passing, Shipped, Walk, Walked
 from dsv4dbg.bisect.shared import Frame, Kept, Memory
-from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.child import die_with_parent, parent
+from dsv4dbg.kernels.interpreter import quicken
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import load_plugin, registry
 from dsv4dbg.kernels.table import Call
@@ -50,7 +51,7 @@ class Shipper:
     def wants(self, call: Call) -> bool:
         if self._walk.live:
             return call.site.name in self._walk.live
-        return call.op.name in self._walk.ops and call.site.path not in self._walk.finished
+        return call.op.name in self._walk.ops
 
     def before(self, call: Call) -> None:
         begin = time.perf_counter()
@@ -170,37 +171,32 @@ def _walk_trace(walk: Walk, memory: Memory, connection: Any) -> Walked:
 def _calls(walk: Walk, trace: Trace, weights: ModelWeights, device: torch.device) -> Iterator[Call]:
     caches = CacheReplay(trace)
     for record in trace.sites():
-        if record.site.op in walk.ops and record.site.path not in walk.finished:
+        if record.site.op in walk.ops:
             yield load_call(trace, record, weights, device, caches)
 
 
 def main() -> None:
     """Serve one walk: ``python -m dsv4dbg.bisect.walker FD MEMORY_FD FRAMES``."""
     die_with_parent()
-    torch.set_num_threads(1)
     connection, memory = parent(), Memory(int(sys.argv[2]), int(sys.argv[3]))
     walk: Walk = connection.recv()
     try:
         if walk.live and walk.request.device == "cpu":
-            _interpret()
+            interpret()
         done = _walk(walk, memory, connection)
     except (EOFError, BrokenPipeError):
         return
-    except DbgError as error:
-        connection.send(Failed(type(error).__name__, str(error), wrong_use=True, exit_code=error.exit_code))
     except Exception as error:
-        connection.send(Failed(type(error).__name__, str(error), "".join(traceback.format_exception(error))))
+        connection.send(Failed.of(error))
     else:
         connection.send(done)
 
 
-def _interpret() -> None:
+def interpret() -> None:
     """Set up Triton's interpreter, which this process was started with."""
-    try:
-        from dsv4dbg.kernels.interpreter import quicken
-    except ImportError:  # no triton: there is nothing to interpret
-        return
-    quicken()
+    np.seterr(all="ignore")  # inf - inf and log(0) are ordinary in masked lanes
+    with contextlib.suppress(ImportError):  # no triton: there is nothing to interpret
+        quicken()
 
 
 if __name__ == "__main__":

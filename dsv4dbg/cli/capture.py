@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from dsv4dbg.cli.options import free_path, read_text, token_ids
 from dsv4dbg.cli.output import columns, note, print_json, size
 from dsv4dbg.errors import DbgError
 from dsv4dbg.plan import Plan
@@ -69,12 +70,12 @@ def capture(
     from dsv4dbg.model import recording
 
     request = recording.Request(
-        prompt=_read(prompt_file) if prompt_file else prompt,
-        tokens=_token_ids(tokens) if tokens is not None else (),
+        prompt=read_text(prompt_file) if prompt_file else prompt,
+        tokens=token_ids(tokens) if tokens is not None else (),
         chat=chat,
         decode=decode,
         verify=verify,
-        drafts=_token_ids(drafts) if drafts is not None else None,
+        drafts=token_ids(drafts) if drafts is not None else None,
         workload=workload,
         chunk=chunk,
         model=model,
@@ -86,7 +87,7 @@ def capture(
         kv_cache=kv_cache or ("bf16" if numerics == "hf" else "fp8"),
         seed=seed,
     )
-    done = recording.record(request, output or _free_path(model))
+    done = recording.record(request, output or free_path(Path(model).name or "model", ".h5"))
     overhead = None
     if measure:
         plain = recording.measure(replace(request, plugins=()))
@@ -122,22 +123,6 @@ def capture(
     print(f"next   dsv4dbg diff {done.path} CANDIDATE.h5   (the same prompt captured with another --plan)")
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DbgError(f"the prompt file {path} cannot be read: {error}") from error
-
-
-def _token_ids(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[\d\s,]*", text):
-        text = _read(Path(text))
-    try:
-        return tuple(int(part) for part in re.split(r"[\s,]+", text.strip()) if part)
-    except ValueError as error:
-        raise DbgError(f"--tokens holds something that is not a token id: {error}") from error
-
-
 def _layer_patterns(layers: str | None) -> tuple[Pattern, ...]:
     if layers is None:
         return ()
@@ -146,17 +131,3 @@ def _layer_patterns(layers: str | None) -> tuple[Pattern, ...]:
         raise DbgError(f"'{layers}' is not a range of layers", "write --layers 3-7 or --layers 5")
     first, last = match[1], match[2] or match[1]
     return Pattern(f"L{first}-{last}"), Pattern(f"L{first}-{last}.*")
-
-
-def _free_path(model: str) -> Path:
-    """The first unused name in traces/: tiny-0001.h5, tiny-0002.h5..."""
-    directory = Path("traces")
-    try:
-        directory.mkdir(exist_ok=True)
-    except OSError as error:
-        raise DbgError(f"cannot create {directory.resolve()}: {error.strerror}", "choose a file with -o") from error
-    stem = Path(model).name or "model"
-    number = 1
-    while any((directory / f"{stem}-{number:04d}.h5{suffix}").exists() for suffix in ("", ".journal")):
-        number += 1
-    return directory / f"{stem}-{number:04d}.h5"

@@ -14,6 +14,7 @@ from dsv4dbg.errors import DbgError
 
 COMMANDS = {
     "capture": "Run a forward and write every op's inputs and outputs to a trace.",
+    "bisect": "Find the op whose candidate kernel diverges or faults, and where.",
     "diff": "Compare two traces: the first op that differs, and whether it is at fault.",
     "ops": "Show ops, their contracts and implementations.",
     "compile": "Compile every Triton kernel for AMD GPUs offline: LDS, registers, spills.",

@@ -29,16 +29,19 @@ class Child:
 
     Args:
         fds: file descriptors that it gets too, under the same numbers.
+        arguments: after FD.
     """
 
-    def __init__(self, module: str, environment: Mapping[str, str], fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self, module: str, environment: Mapping[str, str], fds: Sequence[int] = (), arguments: Sequence[str] = ()
+    ) -> None:
         self.pid = os.getpid()  # of the parent: a copy of this object in a forked process is of no use there
         ours, theirs = Pipe()
         self.connection = ours
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._stderr,
             stderr=self._stderr,

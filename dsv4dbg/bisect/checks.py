@@ -1,0 +1,237 @@
+"""The checks: small judges of a candidate at one call, each looking for another kind of fault.
+
+A check is a declaration: its name, to which ops it applies, whether it judges every call or a sample of each class of
+calls, and a function from a `Subject` to an `Outcome`. None of them knows the candidate's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens
+from dsv4dbg.bisect.processes import CandidateFault
+from dsv4dbg.bisect.subject import Outcome, Results, Subject, outcome_of
+from dsv4dbg.compare import Verdict
+from dsv4dbg.errors import DbgError
+from dsv4dbg.kernels.contract import Op
+from dsv4dbg.kernels.invariants import violations
+
+REPEATS = 20  # runs that tell how often a failure shows: one that shows in 1 run of 6 hides from all with p = 0.026
+AGAIN = 3  # runs that must agree before a result counts as repeatable
+ROWS = 5  # tokens that `batch_invariance` runs alone
+
+Judge = Callable[[Subject], Outcome]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A kind of question to a candidate.
+
+    Attributes:
+        per: it judges every ``call``, one of each ``class`` of calls, or one of each ``op``.
+        applies: says why an op has no use for it, or ''.
+        of_itself: whether it compares the candidate with itself, and so says something about one that is wrong too.
+        doc: what it finds.
+    """
+
+    name: str
+    judge: Judge
+    doc: str
+    per: str = "class"
+    of_itself: bool = False
+    applies: Callable[[Op], str] = lambda op: ""
+
+
+def differential(subject: Subject) -> Outcome:
+    """Candidate and reference on the same inputs, both against the oracle; a failure is repeated."""
+    first = subject.first
+    found = _judged(subject, first)
+    return _repeated(subject, found, first) if found.bad else found
+
+
+def _judged(subject: Subject, results: Results) -> Outcome:
+    if results.damage:
+        return Outcome(Verdict.DIVERGED, results.damage[0], evidence={"damage": list(results.damage)})
+    return outcome_of(subject.judge(results.values))
+
+
+def _repeated(subject: Subject, found: Outcome, first: Results) -> Outcome:
+    """The failure again: always the same bits, in a fresh process too, or at which rate."""
+    again = [subject.run() for _ in range(AGAIN - 1)]
+    if all(run.digest == first.digest for run in again):
+        if not subject.doubtful:
+            return found
+        alone = subject.run(alone=True)
+        if alone.digest == first.digest or _judged(subject, alone).bad:
+            return found
+        return _carried(found)
+    if subject.before is not None and not any(_judged(subject, run).bad for run in again):
+        after = subject.after(subject.before)
+        if after.digest == first.digest:
+            return _carried(found)
+    runs = [*again, *(subject.run() for _ in range(REPEATS - AGAIN))]
+    failed = 1 + sum(_judged(subject, run).bad for run in runs)
+    return replace(
+        found, verdict=Verdict.UNSTABLE, rate=(failed, len(runs) + 1),
+        sentence=f"wrong in {failed} of {len(runs) + 1} runs on the same inputs: {found.sentence}",
+        fingerprints=("differs between runs (race or unwritten memory)", *found.fingerprints),
+    )  # fmt: skip
+
+
+def _carried(found: Outcome) -> Outcome:
+    return replace(
+        found, sentence=f"right in a fresh process, wrong after earlier calls: {found.sentence}",
+        fingerprints=("state carried from call to call", *found.fingerprints),
+    )  # fmt: skip
+
+
+def invariants(subject: Subject) -> Outcome:
+    """What holds for every correct call of the op."""
+    op, results = subject.call.op, subject.first.values
+    broken = violations(op, {**subject.call.args, **results})
+    if not broken:
+        return Outcome(Verdict.PASS, f"{len(op.invariants)} invariants hold")
+    name, sentence = next(iter(broken.items()))
+    return Outcome(Verdict.DIVERGED, f"{name}: {sentence}", evidence={"broken": broken})
+
+
+def repeatability(subject: Subject) -> Outcome:
+    """The same bits in every run."""
+    first = subject.first
+    runs = [subject.run() for _ in range(AGAIN - 1)]
+    if all(run.digest == first.digest for run in runs):
+        return Outcome(Verdict.PASS, f"{AGAIN} runs gave the same bits")
+    runs += [subject.run() for _ in range(REPEATS - AGAIN)]
+    different = sum(run.digest != first.digest for run in runs)
+    wrong = sum(_judged(subject, run).bad for run in (first, *runs))
+    return Outcome(
+        Verdict.UNSTABLE, f"{different} of {len(runs)} runs gave other bits than the first ({wrong} were wrong)",
+        fingerprints=("differs between runs (race or unwritten memory)",), rate=(different, len(runs)),
+    )  # fmt: skip
+
+
+def fresh_process(subject: Subject) -> Outcome:
+    """The same bits in a process that has run nothing else; some faults are settled when a process starts."""
+    if subject.run(alone=True).digest == subject.run().digest:
+        return Outcome(Verdict.PASS, "a fresh process gave the same bits")
+    sentence = "a fresh process gives other bits than one that ran earlier calls"
+    return Outcome(Verdict.UNSTABLE, sentence, fingerprints=("differs between processes",))
+
+
+def guards(subject: Subject) -> Outcome:
+    """Nothing is read or written that the call does not own: two fills of the memory around give the same bits."""
+    first = subject.first
+    other = subject.run(fill="large", seed=1)
+    damage = first.damage or other.damage
+    if damage:
+        return Outcome(Verdict.DIVERGED, damage[0], evidence={"damage": list(damage)})
+    if other.digest == first.digest:
+        return Outcome(Verdict.PASS, "nothing outside its buffers was read or written")
+    if subject.run().digest != first.digest:
+        return Outcome(Verdict.UNSTABLE, "two runs with the same fill differ already", rate=(1, 2))
+    differs = _first_difference(first, other)
+    sentence = f"{differs} depends on memory that the call does not own or never wrote"
+    return Outcome(Verdict.DIVERGED, sentence, fingerprints=("differs between fills (unowned read)",))
+
+
+def _first_difference(first: Results, other: Results) -> str:
+    for name, value in first.values.items():
+        a, b = ((getattr(v, "layout", None) and v.data) or v for v in (value, other.values[name]))
+        bad = (a != b) & ~((a != a) & (b != b))
+        if bad.any():
+            at = [int(i) for i in bad.nonzero()[0]]
+            return f"{name} at {at}"
+    return "a result"
+
+
+def block_permutation(subject: Subject) -> Outcome:
+    """Other physical pages change nothing."""
+    derived = permute_pages(subject.call, np.random.default_rng(0))
+    if derived is None:
+        return Outcome(Verdict.SKIPPED, "this call has no pages to move")
+    call, back = derived
+    moved = back(subject.run(call).values)
+    if subject.equal(moved, subject.first.values):
+        return Outcome(Verdict.PASS, "the same bits from other pages")
+    found = outcome_of(subject.judge(moved))
+    if not found.bad:
+        return found
+    sentence = f"with the caches' pages in another order: {found.sentence}"
+    return replace(found, sentence=sentence, fingerprints=("depends on physical pages", *found.fingerprints))
+
+
+def batch_invariance(subject: Subject) -> Outcome:
+    """Tokens alone, and in reversed order, agree with the batch."""
+    call = subject.call
+    tokens = _tokens(call)
+    if tokens < 2:
+        return Outcome(Verdict.SKIPPED, "the call has one token or none")
+    rows = np.unique(np.linspace(0, tokens - 1, ROWS).astype(int))
+    cases = [(f"token {row} alone", keep_tokens(call, [int(row)])) for row in rows]
+    cases.append(("tokens in reversed order", reorder_tokens(call, list(range(tokens))[::-1])))
+    worst = Outcome(Verdict.PASS, f"{len(cases)} other batches agree")
+    for what, derived in cases:
+        if derived is None:
+            return Outcome(Verdict.SKIPPED, "the op's tokens cannot be taken apart")
+        results = subject.run(derived)
+        found = outcome_of(subject.judge(results.values, derived, subject.reference_of(derived)))
+        if found.verdict > worst.verdict:
+            worst = replace(found, sentence=f"{what}: {found.sentence}")
+    return worst
+
+
+def _tokens(call: Any) -> int:
+    sizes = [len(call.args[n]) for n, arg in call.op.args.items() if arg.dims.startswith("token") and _given(call, n)]
+    return sizes[0] if sizes else 0
+
+
+def _given(call: Any, name: str) -> bool:
+    return call.args[name] is not None
+
+
+def _no_invariants(op: Op) -> str:
+    return "" if op.invariants else "the op declares none"
+
+
+def _no_caches(op: Op) -> str:
+    return "" if any(arg.kind == "cache" for arg in op.args.values()) else "the op has no cache"
+
+
+def _no_tokens(op: Op) -> str:
+    if op.mutates:
+        return "the op's tokens act on each other through the cache"
+    return "" if any(arg.dims.startswith("token") for arg in op.args.values()) else "the op has no tokens"
+
+
+CHECKS = {
+    check.name: check
+    for check in (
+        Check("differential", differential, "wrong results, bytes written outside the contract's slots", per="call"),
+        Check("invariants", invariants, "results that no correct call can have", applies=_no_invariants),
+        Check("repeatability", repeatability, "races", of_itself=True),
+        Check("fresh-process", fresh_process, "state that outlives a call, luck at start", per="op", of_itself=True),
+        Check("guards", guards, "reads and writes outside the call's own memory", of_itself=True),
+        Check("block-permutation", block_permutation, "physical pages that matter", applies=_no_caches),
+        Check("batch-invariance", batch_invariance, "rows that see their neighbours", applies=_no_tokens),
+    )
+}
+
+
+def chosen(names: tuple[str, ...]) -> list[Check]:
+    """Checks by name, the differential one first; all of them for none."""
+    names = tuple(name.replace("_", "-") for name in names)
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown:
+        raise DbgError(f"there is no check '{unknown[0]}'", f"checks: {', '.join(CHECKS)}")
+    return [check for name, check in CHECKS.items() if not names or name in names]
+
+
+def faulted(fault: CandidateFault) -> Outcome:
+    """The outcome of a run that ended without results."""
+    kind = fault.fault.kind
+    verdict = Verdict.TIMEOUT if kind == "hang" else Verdict.FAULT
+    return Outcome(verdict, fault.fault.text, evidence={"kind": kind}, fingerprints=(kind,))
