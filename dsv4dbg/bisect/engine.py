@@ -21,7 +21,7 @@ import torch
 from dsv4dbg.bisect.checks import Check, chosen, faulted
 from dsv4dbg.bisect.journal import Journal, Trial
 from dsv4dbg.bisect.processes import LAUNCHES_ONE_BY_ONE, CandidateFault, Walker, Worker
-from dsv4dbg.bisect.protocol import Hello, Opened, Shipped, Walk, Walked
+from dsv4dbg.bisect.protocol import Hello, Missing, Opened, Shipped, Walk, Walked
 from dsv4dbg.bisect.result import Result
 from dsv4dbg.bisect.settings import Settings
 from dsv4dbg.bisect.shared import FRAME, Memory, PackedCall, Place, PlacedCache
@@ -31,8 +31,10 @@ from dsv4dbg.errors import DbgError, Untestable
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.table import Call
+from dsv4dbg.site import Site
 
-CONFIRMED = 3  # bad calls of an op that are repeated in a fresh process
+CONFIRMED = 2  # bad calls of an op that are repeated in a fresh process
+KEPT = 4 << 20  # bytes of a call that is kept until the next one of its op was tested
 FAULTS = 3  # faults of an op after which its other calls are left out
 
 
@@ -81,7 +83,7 @@ class Scan:
         begin = time.perf_counter()
         request = self.settings.request
         hello = Hello(self.settings.candidate, request.plugins, request.device)
-        frames = 1 + 3 * self.settings.workers
+        frames = self.settings.workers * (3 + len(registry().ops))
         self._memory = Memory.create(1 + frames)
         self._alone = lambda: Worker(self._memory, hello, self.settings.timeout, LAUNCHES_ONE_BY_ONE)
         workers = [Worker(self._memory, hello, self.settings.timeout) for _ in range(self.settings.workers)]
@@ -134,6 +136,8 @@ class Scan:
                     self.result.calls, self.result.reference_s = message.calls, message.seconds
                 elif isinstance(message, Shipped):
                     self._dispatch(message, queues)
+                elif isinstance(message, Missing):
+                    self._left_out(message.number, message.site, self._checks[0].name, message.reason)
         finally:
             for pending in queues:
                 pending.put(None)
@@ -175,15 +179,20 @@ class Scan:
         return not seen
 
     def _serve(self, items: queue.Queue[_Item | None], worker: Worker) -> None:
-        """A worker's thread: one call after the other. The frame of the call before is kept until the next is done."""
-        before: Shipped | None = None
+        """A worker's thread: one call after the other. A small call's frame is kept until the op's next one is done."""
+        before: dict[str, Shipped] = {}
         try:
             while (item := items.get()) is not None:
+                shipped, op = item.shipped, item.shipped.call.site.op
+                previous = before.pop(op, None)
                 if not self._failure:
-                    self._test(item, worker, before.call if before else None)
-                if before is not None:
-                    self._walker.free(before.frame)
-                before = item.shipped
+                    self._test(item, worker, previous.call if previous else None)
+                if previous is not None:
+                    self._walker.free(previous.frame)
+                if shipped.used - shipped.frame * FRAME <= KEPT:
+                    before[op] = shipped
+                else:
+                    self._walker.free(shipped.frame)
         except BaseException as error:
             self._failure.append(error)
             while items.get() is not None:
@@ -203,10 +212,9 @@ class Scan:
             elif wrong and check.of_itself and not wrong.startswith("the candidate ends"):
                 wrong = ""
             if wrong:
-                trial = Trial(shipped.number, site.path, site.op, check.name, Verdict.SKIPPED, wrong)
-                self.journal.end(trial)
-            else:
-                trial = self._try(check, subject, shipped)
+                self._left_out(shipped.number, site, check.name, wrong)
+                continue
+            trial = self._try(check, subject, shipped)
             self._note(trial)
             if trial.verdict in (Verdict.FAULT, Verdict.TIMEOUT):
                 self._faults[site.op] += 1
@@ -228,7 +236,7 @@ class Scan:
         except NotSupported as reason:
             outcome = Outcome(Verdict.SKIPPED, str(reason))
         except CandidateFault as fault:
-            outcome = self._again(subject, fault)
+            outcome = self._again(subject, fault) if subject.doubtful else faulted(fault)
         clock = subject.clock
         trial = Trial(
             shipped.number, site.path, site.op, check.name, outcome.verdict, outcome.sentence, outcome.where,
@@ -249,6 +257,11 @@ class Scan:
             return Outcome(found.verdict, sentence, {}, found.fingerprints, found.evidence)
         sentence = f"{found.sentence} (not again alone, in a fresh process: an earlier call may have caused it)"
         return Outcome(found.verdict, sentence, {}, found.fingerprints, found.evidence, rate=(1, 2))
+
+    def _left_out(self, number: int, site: Site, check: str, reason: str) -> None:
+        trial = Trial(number, site.path, site.op, check, Verdict.SKIPPED, reason)
+        self.journal.end(trial)
+        self._note(trial)
 
     def _note(self, trial: Trial) -> None:
         with self._lock:

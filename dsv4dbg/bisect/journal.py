@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Journal:
         self.event("begin", number=number, site=site, op=op, check=check, presumed=Verdict.FAULT.name)
 
     def end(self, trial: Trial) -> None:
-        self.event("end", trial={**asdict(trial), "verdict": trial.verdict.name})
+        self.event("end", trial={**vars(trial), "verdict": trial.verdict.name})
 
     def close(self) -> None:
         self._file.close()

@@ -16,6 +16,7 @@ from dsv4dbg.bisect.faults import Fault, classify
 from dsv4dbg.bisect.protocol import (
     Failed,
     Hello,
+    Missing,
     Opened,
     Passing,
     Placed,
@@ -172,7 +173,7 @@ class Walker:
         self._live, self._timeout = bool(walk.live), timeout
         self._lock = threading.Lock()
 
-    def __iter__(self) -> Iterator[Opened | Shipped | Passing | Walked]:
+    def __iter__(self) -> Iterator[Opened | Shipped | Missing | Passing | Walked]:
         """Messages until the walk ends.
 
         Raises:

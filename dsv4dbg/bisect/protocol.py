@@ -15,6 +15,7 @@ from typing import Any
 from dsv4dbg.bisect.shared import PackedCall
 from dsv4dbg.errors import DbgError
 from dsv4dbg.model.recording import Request
+from dsv4dbg.site import Site
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,15 @@ class Shipped:
     seconds: float
     candidate: Mapping[str, Any] | None = None
     repeatable: bool | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """From a walker of a trace: a call whose inputs are not at hand, and why."""
+
+    number: int
+    site: Site
+    reason: str
 
 
 @dataclass(frozen=True)

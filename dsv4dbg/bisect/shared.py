@@ -23,7 +23,7 @@ from dsv4dbg.kernels.table import Call
 from dsv4dbg.pages import PageLayout
 from dsv4dbg.site import Site
 
-FRAME = 16 << 30  # bytes of address space per frame
+FRAME = 8 << 30  # bytes of address space per frame
 ALIGN = 64
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,11 @@ class Results:
 
     values: Mapping[str, Any]
     damage: tuple[str, ...]
-    digest: str
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all bits."""
+        return digest(self.values)
 
 
 class NotSupported(Exception):
@@ -136,7 +141,7 @@ class Subject:
         self.clock.candidate += answer.seconds
         values = self._memory.values(answer.results)
         self._frame.begin = answer.used
-        return Results(values, answer.damage, digest(values))
+        return Results(values, answer.damage)
 
     def reference_of(self, call: Call) -> dict[str, Any]:
         """The reference's results on a derived call, computed here on the CPU."""
@@ -204,5 +209,5 @@ def digest(values: Mapping[str, Any]) -> str:
     for name, array in to_arrays(values).items():
         data = np.ascontiguousarray(array.data if isinstance(array, CacheArray) else array)
         state.update(f"{name} {data.dtype} {data.shape}".encode())
-        state.update(data.reshape(-1).view(np.uint8))
+        state.update(data.reshape(-1).view(np.uint8).data)
     return state.hexdigest()

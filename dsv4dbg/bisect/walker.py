@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from dsv4dbg.bisect.protocol import Failed, Opened, Passing, Shipped, Walk, Walked
+from dsv4dbg.bisect.protocol import Failed, Missing, Opened, Passing, Shipped, Walk, Walked
 from dsv4dbg.bisect.shared import Frame, Kept, Memory
+from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.child import die_with_parent, parent
 from dsv4dbg.kernels.interpreter import quicken
 from dsv4dbg.kernels.paged import Cache
@@ -27,7 +28,6 @@ from dsv4dbg.kernels.table import Call
 from dsv4dbg.model.environment import environment
 from dsv4dbg.model.recording import load_model, open_session, open_workload, prompt_ids, run_request
 from dsv4dbg.model.replay import load_call, run
-from dsv4dbg.model.weights import ModelWeights
 from dsv4dbg.model.workload import regimes
 from dsv4dbg.plan import REFERENCE, Plan
 from dsv4dbg.site import Pattern, Site
@@ -157,22 +157,21 @@ def _walk_trace(walk: Walk, memory: Memory, connection: Any) -> Walked:
     with Trace.open(walk.trace) as trace:
         request = replace(walk.request, model=str(trace.manifest.get("model") or walk.request.model))
         _, model, device = load_model(request)
-        connection.send(Opened(tuple(trace.steps()), {}, environment(device), str(device)))
+        connection.send(Opened(tuple(trace.steps), {}, environment(device), str(device)))
         shipper = Shipper(walk, memory, connection, device)
-        for call in _calls(walk, trace, model.weights, device):
+        caches = CacheReplay(trace)
+        for record in (r for r in trace.sites() if r.site.op in walk.ops):
+            try:
+                call = load_call(trace, record, model.weights, device, caches)
+            except DbgError as error:
+                connection.send(Missing(shipper.calls, record.site, error.message))
+                continue
             shipper.before(call)
             results = run(call, registry().implementation(call.op.name, REFERENCE))
             mutated = {name: results[name] for name in call.op.mutates}
             outputs = {name: results[name] for name in call.op.outputs}
             shipper.after(replace(call, args={**call.args, **mutated}), outputs)
     return Walked(shipper.calls, time.perf_counter() - begin - shipper.waited)
-
-
-def _calls(walk: Walk, trace: Trace, weights: ModelWeights, device: torch.device) -> Iterator[Call]:
-    caches = CacheReplay(trace)
-    for record in trace.sites():
-        if record.site.op in walk.ops:
-            yield load_call(trace, record, weights, device, caches)
 
 
 def main() -> None:
