@@ -1,4 +1,4 @@
-"""``dsv4dbg ops``: the registry: contracts, implementations, and why one is unavailable."""
+"""``dsv4dbg ops``: the registry: contracts, implementations, why one is unavailable, and the zoo's planted faults."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dsv4dbg.kernels.contract import Op
     from dsv4dbg.kernels.numerics import Numerics
     from dsv4dbg.kernels.registry import Registry
+    from dsv4dbg.kernels.zoo.case import Case
 
 
 @click.command()
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--diff", "other", default=None, metavar="PROFILE", help="With --numerics: what differs from this one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def ops(name: str | None, plugin: tuple[str, ...], numerics: str | None, other: str | None, as_json: bool) -> None:
-    """Show all ops, or one op's contract and implementations.
+    """Show all ops, or one op's contract, implementations and planted faults.
 
     \b
     dsv4dbg ops
@@ -76,7 +77,17 @@ def _describe(found: Registry, op: Op) -> dict[str, Any]:
         "invariants": [invariant.name for invariant in op.invariants],
         "switches": list(op.switches),
         "implementations": found.names(op.name),
+        "zoo": [
+            {"name": c.implementation.name, "bug": c.bug, "kind": c.kind, "shows": c.shows, "doc": c.doc}
+            for c in _zoo(op)
+        ],
     }
+
+
+def _zoo(op: Op) -> list[Case]:
+    from dsv4dbg.kernels.zoo.case import cases
+
+    return [case for case in cases().values() if case.op == op.name]
 
 
 def _show_op(found: Registry, op: Op) -> None:
@@ -99,6 +110,10 @@ def _show_op(found: Registry, op: Op) -> None:
     rows += [("switches", ", ".join(op.switches))] if op.switches else []
     print(columns(rows, "  "))
     print()
+    if planted := _zoo(op):
+        print("planted faults, to try bisect on:")
+        print(columns([(c.implementation.name, c.bug, c.shows) for c in planted], "  "))
+        print()
     print("yours: a file with")
     print(f'  from dsv4dbg.kernels.registry import implements\n\n  @implements("{op.name}", "mine")')
     print(f"  def mine{inspect.signature(op.reference)}: ...".replace("'", ""))

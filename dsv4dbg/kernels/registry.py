@@ -2,6 +2,7 @@
 
 Every module of ``dsv4dbg.kernels.<family>`` may declare ops and implementations. A module that does not import
 (no triton, say) is kept as `Unavailable` with its reason and shown by ``dsv4dbg ops``; nothing raises at start.
+Names that begin with ``zoo:`` lead to deliberately wrong implementations (`dsv4dbg.kernels.zoo`), which are in no list.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dsv4dbg.plan import REFERENCE
 from dsv4dbg.site import op_name
 
 ENTRY_POINTS = "dsv4dbg.implementations"
+ZOO = "zoo:"
 Supports = Callable[..., str | None]
 Shapes = Callable[[], Iterable[Mapping[str, Any]]]
 
@@ -72,8 +74,17 @@ class Registry:
             raise DbgError(f"unknown op '{name}'", f"known: {', '.join(sorted(self.ops))}")
         return self.ops[name]
 
+    def find(self, op: str, name: str) -> Implementation | None:
+        """An implementation, or a zoo case, by name."""
+        if not name.startswith(ZOO):
+            return self.implementations.get((op, name))
+        from dsv4dbg.kernels.zoo.case import cases  # only now: it imports the ops
+
+        case = cases().get(name.removeprefix(ZOO))
+        return case.implementations.get(op) if case else None
+
     def implementation(self, op: str, name: str) -> Implementation:
-        found = self.implementations.get((op, name))
+        found = self.find(op, name)
         if found is None:
             known = ", ".join(self.names(op)) or "none"
             raise DbgError(f"op {op} has no implementation '{name}'", f"it has: {known}")
@@ -139,7 +150,8 @@ def registry() -> Registry:
     found = Registry()
     root = importlib.import_module("dsv4dbg.kernels")
     for info in pkgutil.walk_packages(root.__path__, "dsv4dbg.kernels."):
-        if info.name.count(".") == 3:  # dsv4dbg.kernels.<family>.<module>
+        family = info.name.split(".")[2]
+        if info.name.count(".") == 3 and family != "zoo":  # dsv4dbg.kernels.<family>.<module>
             _take(found, info.name)
     for entry in entry_points(group=ENTRY_POINTS):
         _take(found, entry.value)

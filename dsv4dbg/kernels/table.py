@@ -114,7 +114,7 @@ class OpTable:
         reference there and notes it in ``fallbacks``.
         """
         name = self.plan.implementation(site)
-        implementation = self.registry.implementations.get((site.op, name))
+        implementation = self.registry.find(site.op, name)
         seen = {**args, "numerics": self.numerics}
         if implementation is not None:
             reason = implementation.why_not(self.device, self.arch, seen)

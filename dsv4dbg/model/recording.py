@@ -105,7 +105,7 @@ def check_names(plan: Plan, patterns: Sequence[Pattern]) -> None:
         if name == REFERENCE:
             continue
         ops = _ops(pattern) or list(found.ops)
-        if not any((op, name) in found.implementations for op in ops):
+        if not any(found.find(op, name) for op in ops):
             known = sorted({n for o, n in found.implementations if o in ops})
             broken = [found.broken(op, name) for op in ops]
             reason = next(filter(None, broken), "no such implementation")
