@@ -16,6 +16,7 @@ import triton.language as tl
 from dsv4dbg.kernels.attention.qnorm_rope_kv_insert import qnorm_rope_kv_insert
 from dsv4dbg.kernels.norm.rms_norm import rms_norm
 from dsv4dbg.kernels.paged import Cache
+from dsv4dbg.kernels.triton_codes import rounded, widened
 from dsv4dbg.kernels.triton_run import on_cpu_interpreted
 from dsv4dbg.kernels.zoo.case import case
 
@@ -44,8 +45,8 @@ def _add_from_afar(a, b, y, far, size, BLOCK: tl.constexpr):
     """``y = a + b`` with b's address off by ``far`` elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
-    total = tl.load(a + at, real, other=0.0).to(tl.float32) + tl.load(b + at + far, real, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), real)
+    total = widened(tl.load(a + at, real, other=0.0)) + widened(tl.load(b + at + far, real, other=0.0))
+    tl.store(y + at, rounded(total, y.dtype.element_ty), real)
 
 
 @case("triton-unmapped-read", op="moe_combine", bug="C03", kind="fault", shows="the first call")
@@ -78,7 +79,7 @@ def endless(*, gate: torch.Tensor, **call: Any) -> torch.Tensor:
 def _add_squares(x, total, channels, PIECE: tl.constexpr):
     """Program (row, piece): adds the squares of PIECE channels to the row's total, and not atomically."""
     row, piece = tl.program_id(0), tl.program_id(1)
-    value = tl.load(x + row.to(tl.int64) * channels + piece * PIECE + tl.arange(0, PIECE)).to(tl.float32)
+    value = widened(tl.load(x + row.to(tl.int64) * channels + piece * PIECE + tl.arange(0, PIECE)))
     before = tl.load(total + row, volatile=True)
     tl.store(total + row, before + tl.sum(value * value, 0))
 
@@ -104,8 +105,8 @@ def lost_additions(*, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torc
 def _add(a, b, y, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
-    total = tl.load(a + at, real, other=0.0).to(tl.float32) + tl.load(b + at, real, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), real)
+    total = widened(tl.load(a + at, real, other=0.0)) + widened(tl.load(b + at, real, other=0.0))
+    tl.store(y + at, rounded(total, y.dtype.element_ty), real)
 
 
 _captured: dict[tuple[int, ...], tuple[Callable[[], None], torch.Tensor, Any]] = {}
