@@ -16,7 +16,7 @@ import torch
 
 from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.numerics import profile
-from dsv4dbg.kernels.registry import load_plugin, registry
+from dsv4dbg.kernels.registry import ZOO, load_plugin, registry
 from dsv4dbg.model.cache import CacheFormat
 from dsv4dbg.model.capture import Capture, cache_specs
 from dsv4dbg.model.checkpoint import Checkpoint, open_model
@@ -95,7 +95,7 @@ def prompt_ids(request: Request, checkpoint: Checkpoint) -> list[int]:
 
 
 def check_names(plan: Plan, patterns: Sequence[Pattern]) -> None:
-    """Refuse op patterns that match no op, and plans that name implementations which no op has."""
+    """Refuse op patterns that match no op, plans that name implementations which no op has, a zoo case everywhere."""
     found = registry()
     for pattern in (*patterns, *(p for p, _ in plan.rules)):
         ops = _ops(pattern)
@@ -104,6 +104,8 @@ def check_names(plan: Plan, patterns: Sequence[Pattern]) -> None:
     for pattern, name in plan.rules:
         if name == REFERENCE:
             continue
+        if name.startswith(ZOO) and pattern.text == "*":
+            raise DbgError(f"'{pattern}={name}': a zoo case is for sites that are named", f"such as 'op:OP={name}'")
         ops = _ops(pattern) or list(found.ops)
         if not any(found.find(op, name) for op in ops):
             known = sorted({n for o, n in found.implementations if o in ops})

@@ -130,6 +130,8 @@ def test_a_plan_names_a_case(tmp_path: Path) -> None:
     assert ran == {"L1.ffn.ffn_norm": "zoo:neighbour-factor", **heads}
     with pytest.raises(DbgError, match="no such implementation"):
         record(Request(tokens=(5,), plan=Plan.parse("op:rms_norm=zoo:head-mean")), tmp_path / "never.h5")
+    with pytest.raises(DbgError, match="sites that are named"):
+        record(Request(tokens=(5,), plan=Plan.parse("*=zoo:head-mean")), tmp_path / "never.h5")
 
 
 def test_ops_lists_the_cases_of_an_op(dsv4dbg: Callable[..., Any]) -> None:
