@@ -35,6 +35,26 @@ ACT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
+class Pointer:
+    """An argument that points into a paged cache; -1 points nowhere.
+
+    Attributes:
+        arg: name of the integer argument.
+        unit: what it counts: a ``slot`` (page * entries + offset) or a ``page``.
+        first, until: attributes of the call that bound the columns which point into this cache; '' for no bound.
+    """
+
+    arg: str
+    unit: str = "slot"
+    first: str = ""
+    until: str = ""
+
+    def columns(self, args: Mapping[str, Any]) -> slice:
+        """The part of the argument's last dim that points into the cache."""
+        return slice(args[self.first] if self.first else None, args[self.until] if self.until else None)
+
+
+@dataclass(frozen=True)
 class Arg:
     """One argument or output of an op.
 
@@ -45,6 +65,7 @@ class Arg:
         dtype: accepted dtypes, space separated; ``act`` is the dtype of activations (bf16, or f32 in exactness tests).
         optional: may be None.
         slots: for a cache that the op mutates, the argument that names the slots it writes.
+        read: for a cache, the arguments that name what is read of it.
         doc: one line, where the name does not say it all.
     """
 
@@ -54,6 +75,12 @@ class Arg:
     optional: bool = False
     slots: str = ""
     doc: str = ""
+    read: tuple[Pointer, ...] = ()
+
+    @property
+    def pointers(self) -> tuple[Pointer, ...]:
+        """All that point into a cache: nothing else of it is read or written."""
+        return (*((Pointer(self.slots),) if self.slots else ()), *self.read)
 
 
 def tensor(dims: str, dtype: str, doc: str = "", optional: bool = False) -> Arg:
@@ -68,9 +95,10 @@ def table(dims: str, dtype: str, doc: str = "") -> Arg:
     return Arg("table", dims, dtype, doc=doc)
 
 
-def cache(doc: str = "", slots: str = "", optional: bool = False) -> Arg:
-    """A paged cache; with ``slots`` the op writes exactly the records that this argument names (-1: none)."""
-    return Arg("cache", "page byte", "u8", optional, slots, doc)
+def cache(doc: str = "", *read: Pointer, slots: str = "", optional: bool = False) -> Arg:
+    """A paged cache, read where ``read`` points; with ``slots`` the op writes exactly the records that this argument
+    names (-1: none)."""
+    return Arg("cache", "page byte", "u8", optional, slots, doc, read)
 
 
 def attr(doc: str = "") -> Arg:

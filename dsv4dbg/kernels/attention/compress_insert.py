@@ -12,7 +12,7 @@ from dsv4dbg.kernels import paged, samples
 from dsv4dbg.kernels.attention import entries_oracle
 from dsv4dbg.kernels.attention.entries import rope_rows, store_index, store_kv, stored_finite
 from dsv4dbg.kernels.attention.ragged import MIXED, Ragged, own_slots, paged_cache
-from dsv4dbg.kernels.contract import Example, attr, cache, op, table, tensor, weight
+from dsv4dbg.kernels.contract import Example, Pointer, attr, cache, op, table, tensor, weight
 from dsv4dbg.kernels.dims import Dims
 from dsv4dbg.kernels.formats import rotate
 from dsv4dbg.kernels.norm.rms_norm import rms_norm
@@ -74,7 +74,9 @@ def window_rows(
         "positions": tensor("token", "i64"),
         "sequence": tensor("token", "i32"),
         "cos_sin": table("position rope", "f32", "cosines, then sines"),
-        "state_cache": cache("layout kind state: [kv | gate + ape] of one token", slots="state_slots"),
+        "state_cache": cache(
+            "layout kind state: [kv | gate + ape] of one token", Pointer("state_table", "page"), slots="state_slots"
+        ),
         "state_slots": tensor("token", "i64"),
         "state_table": tensor("sequence block", "i32", "page of the state rows of positions block * entries ..."),
         "cache": cache("compressed entries: layout kind kv or index", slots="slots"),

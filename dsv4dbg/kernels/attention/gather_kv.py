@@ -11,7 +11,7 @@ import torch
 from dsv4dbg.compare import Exact
 from dsv4dbg.kernels.attention.sparse_core import read_rows
 from dsv4dbg.kernels.attention.sparse_samples import WINDOW_BLOCK, paged_rows
-from dsv4dbg.kernels.contract import Example, Invariant, attr, cache, op, tensor
+from dsv4dbg.kernels.contract import Example, Invariant, Pointer, attr, cache, op, tensor
 from dsv4dbg.kernels.dims import TINY, Dims
 from dsv4dbg.kernels.invariants import finite, first
 from dsv4dbg.kernels.oracle import OracleCache
@@ -35,9 +35,9 @@ def _slots_in_pool(call: Mapping[str, Any]) -> str | None:
 @op(
     family="attention",
     args={
-        "window_cache": cache("recent tokens"),
+        "window_cache": cache("recent tokens", Pointer("window_slots")),
         "window_slots": tensor("window_row", "i64"),
-        "entry_cache": cache("compressed entries", optional=True),
+        "entry_cache": cache("compressed entries", Pointer("entry_slots"), optional=True),
         "entry_slots": tensor("entry_row", "i64", optional=True),
         "act": attr("dtype of activations: bf16 or f32"),
     },

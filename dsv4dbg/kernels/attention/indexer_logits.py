@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dsv4dbg.compare import Dense
 from dsv4dbg.kernels import formats, oracle, paged, samples
 from dsv4dbg.kernels.attention.ragged import MIXED, Ragged, paged_cache
-from dsv4dbg.kernels.contract import Example, Invariant, attr, cache, op, tensor
+from dsv4dbg.kernels.contract import Example, Invariant, Pointer, attr, cache, op, tensor
 from dsv4dbg.kernels.dims import Dims
 from dsv4dbg.kernels.invariants import first
 from dsv4dbg.kernels.numerics import Numerics
@@ -83,7 +83,7 @@ def _causal(call: Mapping[str, Any]) -> str | None:
         "q": tensor("token head channel", "u8 act", "as indexer_q yields it, in the format of the cache"),
         "q_scale": tensor("token head group", "u8 f32"),
         "weights": tensor("token head", "act f32"),
-        "index_cache": cache("layout kind index"),
+        "index_cache": cache("layout kind index", Pointer("index_table", "page")),
         "index_table": tensor("sequence block", "i32"),
         "sequence": tensor("token", "i32"),
         "lens": tensor("token", "i32", "entries that the token may see"),

@@ -20,7 +20,7 @@ from dsv4dbg.kernels.attention.sparse_samples import (
     ragged,
     sinks,
 )
-from dsv4dbg.kernels.contract import Example, Invariant, attr, cache, op, tensor, weight
+from dsv4dbg.kernels.contract import Example, Invariant, Pointer, attr, cache, op, tensor, weight
 from dsv4dbg.kernels.dims import TINY, Dims
 from dsv4dbg.kernels.invariants import finite, first
 from dsv4dbg.kernels.numerics import Numerics
@@ -45,8 +45,8 @@ def _slots_in_pool(call: Mapping[str, Any]) -> str | None:
     family="attention",
     args={
         "q": tensor("token head channel", "act"),
-        "window_cache": cache("recent tokens"),
-        "entry_cache": cache("compressed entries", optional=True),
+        "window_cache": cache("recent tokens", Pointer("indices", until="window")),
+        "entry_cache": cache("compressed entries", Pointer("indices", first="window"), optional=True),
         "indices": tensor("token key", "i32", "slots, -1 for no key: window columns first, then entries"),
         "sink": weight("head", "f32", "logit in the denominator only", optional=True),
         "window": attr("leading columns of indices that are slots of window_cache"),
