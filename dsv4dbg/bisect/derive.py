@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.table import Call
 

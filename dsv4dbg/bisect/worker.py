@@ -57,9 +57,10 @@ class Bench:
             result = implementation.function(**kwargs)
             seconds = self._now() - begin
         outputs = _outputs(call.op, implementation, result)
+        damage = tuple(found.sentence for found in placed.damage())
         frame = Frame(self.memory, request.begin, request.end)
         results = frame.pack_all({**outputs, **{name: placed.call.args[name] for name in call.op.mutates}})
-        return Ran(results, frame.begin, tuple(d.sentence for d in placed.damage()), seconds)
+        return Ran(results, frame.begin, damage, seconds)
 
     def _arguments(self, placed: Call, call: Call, implementation: Implementation) -> dict[str, Any]:
         kwargs = dict(placed.args)

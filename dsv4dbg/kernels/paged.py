@@ -42,6 +42,11 @@ def _rows(cache: Cache, field: int) -> torch.Tensor:
     return cache.data[:, base : base + layout.entries * size].unflatten(1, (layout.entries, size))
 
 
+def field_rows(cache: Cache) -> list[torch.Tensor]:
+    """All records, field by field: one ``uint8 [page, entry, field bytes]`` each, views of the buffer."""
+    return [_rows(cache, field) for field in range(len(cache.layout.fields))]
+
+
 def read_records(cache: Cache, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Fields of the records at ``slots`` (``int [n]``, all >= 0): one ``uint8 [n, field bytes]`` per field."""
     page, entry = slots.long() // cache.layout.entries, slots.long() % cache.layout.entries

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from dsv4dbg.kernels import interpreter
+from dsv4dbg.kernels.fill import FilledEmpties
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import Shapes, Supports, implements
 from dsv4dbg.kernels.table import device_arch
@@ -113,24 +113,18 @@ def observed(
     return result, watch.seen
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(FilledEmpties):
     def __init__(self, fill: int) -> None:
-        super().__init__()
+        super().__init__(fill)
         self.seen = Observation()
-        self._fill = fill
         self._inside = False  # a kernel: the interpreter's own operators do not count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if self._inside:
-            return result
+            return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.seen.operators[name] = self.seen.operators.get(name, 0) + 1
-        if "empty" in name and result.device.type != "meta":
-            storage = result.untyped_storage()
-            flat = torch.empty(0, dtype=torch.uint8, device=result.device)
-            flat.set_(storage, 0, (storage.nbytes(),), (1,)).fill_(self._fill)
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def launch(self, run: Callable[..., Any], kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.seen.launches.append(kernel.fn.__name__)
