@@ -17,6 +17,7 @@ from dsv4dbg.bisect.processes import CandidateFault
 from dsv4dbg.bisect.subject import Outcome, Results, Subject, outcome_of
 from dsv4dbg.compare import Verdict
 from dsv4dbg.errors import DbgError
+from dsv4dbg.kernels.arrays import CacheArray, to_arrays
 from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.invariants import violations
 
@@ -124,14 +125,14 @@ def fresh_process(subject: Subject) -> Outcome:
 
 def guards(subject: Subject) -> Outcome:
     """Nothing is read or written that the call does not own: two fills of the memory around give the same bits."""
-    first = subject.first
-    other = subject.run(fill="large", seed=1)
+    first = subject.run(thorough=True)
+    other = subject.run(fill="large", seed=1, thorough=True)
     damage = first.damage or other.damage
     if damage:
         return Outcome(Verdict.DIVERGED, damage[0], evidence={"damage": list(damage)})
     if other.digest == first.digest:
         return Outcome(Verdict.PASS, "nothing outside its buffers was read or written")
-    if subject.run().digest != first.digest:
+    if subject.run(thorough=True).digest != first.digest:
         return Outcome(Verdict.UNSTABLE, "two runs with the same fill differ already", rate=(1, 2))
     differs = _first_difference(first, other)
     sentence = f"{differs} depends on memory that the call does not own or never wrote"
@@ -139,13 +140,14 @@ def guards(subject: Subject) -> Outcome:
 
 
 def _first_difference(first: Results, other: Results) -> str:
-    for name, value in first.values.items():
-        a, b = ((getattr(v, "layout", None) and v.data) or v for v in (value, other.values[name]))
+    """Name of the first result that differs, and at which element."""
+    mine, theirs = to_arrays(first.values), to_arrays(other.values)
+    for name, value in mine.items():
+        a, b = (v.data if isinstance(v, CacheArray) else v for v in (value, theirs[name]))
         bad = (a != b) & ~((a != a) & (b != b))
         if bad.any():
-            at = [int(i) for i in bad.nonzero()[0]]
-            return f"{name} at {at}"
-    return "a result"
+            return f"{name} at {np.argwhere(bad)[0].tolist()}"
+    return "a NaN's payload"
 
 
 def block_permutation(subject: Subject) -> Outcome:

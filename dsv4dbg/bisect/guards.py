@@ -8,20 +8,25 @@ not own. Memory that the candidate allocates through torch is filled too.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from dsv4dbg.bisect.derive import owned_entries
 from dsv4dbg.bisect.faults import Range, place
-from dsv4dbg.kernels.fill import FilledEmpties
+from dsv4dbg.kernels.fill import FilledEmpties, filled_empties
 from dsv4dbg.kernels.paged import Cache, field_rows
 from dsv4dbg.kernels.table import Call
 
 FILLS = {"nan": 0xFF, "large": 0x7E}  # bytes: NaN and -1, or large and finite, in every format
 GAP = 4096  # bytes at least between buffers
 ALIGN = 256
+WORD = 8  # bytes compared at a time
+
+Entries = tuple[torch.Tensor, ...]  # pages, and entries in them
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,7 @@ class Arena:
             seed: decides the order in which the buffers lie (0: that of the contract).
         """
         tensors = {n: v.data if isinstance(v, Cache) else v for n, v in call.args.items()}
-        tensors = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor)}
-        names = sorted(tensors, key=lambda name: name in call.op.mutates)
+        names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
         if seed:
             names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
         buffers, end = [], GAP
@@ -74,19 +78,22 @@ class Arena:
             end = -(-(end + GAP) // ALIGN) * ALIGN
         self._reserve(end, device)
         memory, byte = self._memory[:end], FILLS[fill]
-        args, last = dict(call.args), 0
+        args, owned, last = dict(call.args), {}, 0
         for buffer in buffers:
-            memory[last : buffer.begin].fill_(byte)
-            source = tensors[buffer.name]
-            if not source.is_contiguous():
-                memory[buffer.begin : buffer.end].fill_(byte)
+            name, value, source = buffer.name, args[buffer.name], tensors[buffer.name]
+            sparse = isinstance(value, Cache) or not source.is_contiguous()
+            memory[last : buffer.end if sparse else buffer.begin].fill_(byte)
             placed = _view(self._memory, buffer.begin, source)
-            _copy(placed, source)
-            value = args[buffer.name]
-            args[buffer.name] = replace(value, data=placed) if isinstance(value, Cache) else placed
+            if isinstance(value, Cache):
+                args[name] = replace(value, data=placed)
+                owned[name] = owned_entries(call, name).nonzero(as_tuple=True)
+                _copy_entries(args[name], value, owned[name])
+            else:
+                args[name] = placed
+                _copy(placed, source)
             last = buffer.end
         memory[last:].fill_(byte)
-        return Placed(call, replace(call, args=args), buffers, memory, self._before[:end], byte)
+        return Placed(call, replace(call, args=args), owned, buffers, memory, self._before[:end])
 
     def _reserve(self, size: int, device: torch.device) -> None:
         if len(self._memory) < size or self._memory.device != device:
@@ -103,21 +110,12 @@ class Placed:
     """
 
     def __init__(
-        self, source: Call, call: Call, buffers: list[_Buffer], memory: torch.Tensor, before: torch.Tensor, byte: int
-    ) -> None:
+        self, source: Call, call: Call, owned: dict[str, Entries], buffers: list[_Buffer], memory: torch.Tensor,
+        before: torch.Tensor,
+    ) -> None:  # fmt: skip
         self.call = call
-        self._source, self._buffers, self._memory, self._before = source, buffers, memory, before
-        self._free = {name: self._fill_unowned(name, byte) for name, v in call.args.items() if isinstance(v, Cache)}
+        self._source, self._owned, self._buffers, self._memory, self._before = source, owned, buffers, memory, before
         before.copy_(memory)
-
-    def _fill_unowned(self, name: str, byte: int) -> torch.Tensor:
-        """Fill the entries of a cache that no pointer names, and say which: ``bool [page, entry]``."""
-        cache = self.call.args[name]
-        free = ~owned_entries(self._source, name).to(cache.data.device)
-        if free.any():
-            for rows in field_rows(cache):
-                rows[free] = byte
-        return free
 
     def ranges(self) -> list[Range]:
         """Device addresses of the call's buffers."""
@@ -125,58 +123,79 @@ class Placed:
         return [Range(b.name, start + b.begin, start + b.end) for b in self._buffers if b.end > b.begin]
 
     def damage(self) -> list[Damage]:
-        """What the run changed beside its own slots of caches; afterwards unowned entries hold what the call had."""
-        found = []
+        """What the run changed beside its own entries of caches; then what nobody owns holds what the call had."""
+        now, before = self._memory.view(torch.int64), self._before.view(torch.int64)
+        found = [] if torch.equal(now, before) else self._changed((now != before).nonzero().flatten())
         for name in self.call.op.mutates:
-            if isinstance(self.call.args[name], Cache):
-                found += self._unowned(name)
-        if not _equal(self._memory, self._before):
-            found += self._elsewhere()
+            self._put_back(name)
         return found
 
-    def _unowned(self, name: str) -> list[Damage]:
-        """Changed entries of a mutated cache that no pointer names. Its owned ones are no concern of the guards."""
-        now, free = self.call.args[name], self._free[name]
-        buffer = next(b for b in self._buffers if b.name == name)
-        was = replace(now, data=_view(self._before, buffer.begin, now.data))
-        source = self._source.args[name]
-        changed = torch.zeros_like(free)
-        count = 0
-        for rows, old, original in zip(field_rows(now), field_rows(was), field_rows(source), strict=True):
-            different = (rows != old) & free[..., None]
-            changed |= different.any(-1)
-            count += int(different.sum())
-            rows.copy_(torch.where(free[..., None], original.to(rows.device), rows))
-            old.copy_(rows)
-        if not count:
+    def _changed(self, words: torch.Tensor) -> list[Damage]:
+        """The bytes that differ in some words of the arena, sorted into buffers and gaps."""
+        at = (words[:, None] * WORD + torch.arange(WORD, device=words.device)).flatten()
+        at = at[self._memory[at] != self._before[at]].cpu().numpy()
+        found, inside = [], np.zeros(len(at), bool)
+        for buffer in self._buffers:
+            hit = (at >= buffer.begin) & (at < buffer.end)
+            inside |= hit
+            if hit.any():
+                found += self._inside(buffer, at[hit] - buffer.begin)
+        return found if inside.all() else [self._outside(at[~inside]), *found]
+
+    def _inside(self, buffer: _Buffer, offsets: np.ndarray) -> list[Damage]:
+        """Changed bytes of a buffer that the op does not own."""
+        name, value = buffer.name, self.call.args[buffer.name]
+        if name not in self.call.op.mutates:
+            what = f"bytes of {name}, which the op must not change, are changed"
+            return [Damage(name, int(offsets[0]), len(offsets), f"{len(offsets):,} {what}, first at {offsets[0]:,}")]
+        page, entry = entry_of(value, offsets)
+        owned = np.zeros((len(value.data), value.layout.entries + 1), bool)
+        owned[tuple(i.numpy() for i in self._owned[name])] = True
+        foreign = ~owned[page, entry]
+        if not foreign.any():
             return []
-        page, entry = (int(i) for i in changed.nonzero()[0])
-        sentence = f"{count:,} bytes written to entries of {name} that no slot names, first page {page} entry {entry}"
-        return [Damage(name, page * now.data.stride(0), count, sentence)]
+        first = int(offsets[foreign][0])
+        count, page, entry = int(foreign.sum()), int(page[foreign][0]), int(entry[foreign][0])
+        where = f"entry {entry}" if entry < value.layout.entries else "behind its entries"
+        sentence = f"{count:,} bytes of {name} that no slot names are changed, first in page {page}, {where}"
+        return [Damage(name, first, count, sentence)]
 
-    def _elsewhere(self) -> list[Damage]:
-        """Changed bytes by buffer; a gap's belong to the nearest one."""
-        at = (self._memory != self._before).nonzero().flatten().cpu().numpy()
+    def _outside(self, at: np.ndarray) -> Damage:
+        """Changed bytes of gaps."""
         ranges = [Range(b.name, b.begin, b.end) for b in self._buffers if b.end > b.begin]
-        inside = [(at >= r.begin) & (at < r.end) for r in ranges]
-        found = [_changed(r, at[hit]) for r, hit in zip(ranges, inside, strict=True) if hit.any()]
-        gaps = at[~np.any(inside, axis=0)] if inside else at
-        return ([_written(gaps, ranges)] if len(gaps) else []) + found
+        where = place(int(at[0]), ranges)
+        name = where.rpartition(" of ")[2]
+        offset = int(at[0]) - next(r.begin for r in ranges if r.name == name)
+        return Damage(name, offset, len(at), f"{len(at):,} bytes written outside of all buffers, first {where}")
+
+    def _put_back(self, name: str) -> None:
+        """A mutated cache holds the op's own entries, and otherwise what it held before it was filled."""
+        cache, source = self.call.args[name], self._source.args[name]
+        if not isinstance(cache, Cache):
+            return
+        page, entry = self._owned[name]
+        mine = [rows[page, entry] for rows in field_rows(cache)]
+        cache.data.copy_(source.data)
+        for rows, row in zip(field_rows(cache), mine, strict=True):
+            rows[page, entry] = row
 
 
-def _changed(buffer: Range, at: np.ndarray) -> Damage:
-    offset = int(at[0]) - buffer.begin
-    sentence = (
-        f"{len(at):,} bytes of {buffer.name}, which the op must not change, are changed, first at byte {offset:,}"
-    )
-    return Damage(buffer.name, offset, len(at), sentence)
+def entry_of(cache: Cache, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page and entry of bytes of a cache's buffer; behind the records of a page: the entry past the last."""
+    layout = cache.layout
+    page, column = np.divmod(offsets, cache.data.stride(0))
+    entry = np.full(len(offsets), layout.entries)
+    base = 0
+    for size in layout.fields:
+        here = (column >= base) & (column < base + layout.entries * size)
+        entry[here] = (column[here] - base) // size
+        base += layout.entries * size
+    return page, entry
 
 
-def _written(at: np.ndarray, ranges: list[Range]) -> Damage:
-    where = place(int(at[0]), ranges)
-    name = where.rpartition(" of ")[2]
-    offset = int(at[0]) - next((r.begin for r in ranges if r.name == name), 0)
-    return Damage(name, offset, len(at), f"{len(at):,} bytes written outside of all buffers, first {where}")
+def _copy_entries(target: Cache, source: Cache, entries: Entries) -> None:
+    for to, rows in zip(field_rows(target), field_rows(source), strict=True):
+        to[entries] = rows[entries].to(to.device)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -199,10 +218,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target[once].copy_(source[once])
 
 
-def _equal(now: torch.Tensor, before: torch.Tensor) -> bool:
-    return torch.equal(now.view(torch.int64), before.view(torch.int64))
-
-
-def filled_empties(fill: str) -> FilledEmpties:
-    """Inside ``with``, memory that ``torch.empty`` and the like return holds a fill of `FILLS`."""
-    return FilledEmpties(FILLS[fill])
+def unwritten(fill: str, thorough: bool) -> AbstractContextManager[Any]:
+    """Inside ``with``, memory that the candidate allocates holds a fill of `FILLS`; ``thorough``: in C++ code too."""
+    return FilledEmpties(FILLS[fill]) if thorough else filled_empties(FILLS[fill])

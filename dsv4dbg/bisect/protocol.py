@@ -143,7 +143,8 @@ class Run:
     Attributes:
         begin, end: bytes of the memory file where results may go.
         fill: name of the pattern in memory that the candidate does not own.
-        seed: of canaries and of the placement in the worker's arena.
+        seed: of the order in which buffers lie in the worker's arena.
+        thorough: fill also what C++ code allocates.
     """
 
     call: PackedCall
@@ -152,6 +153,7 @@ class Run:
     end: int
     fill: str = "nan"
     seed: int = 0
+    thorough: bool = False
 
 
 @dataclass(frozen=True)

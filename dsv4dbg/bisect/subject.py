@@ -107,12 +107,14 @@ class Subject:
             self._first = self.run()
         return self._first
 
-    def run(self, call: Call | None = None, *, fill: str = "nan", seed: int = 0, alone: bool = False) -> Results:
+    def run(
+        self, call: Call | None = None, *, fill: str = "nan", seed: int = 0, thorough: bool = False, alone: bool = False
+    ) -> Results:
         """Run the candidate.
 
         Args:
             call: a derived call (default: the subject's own).
-            fill, seed: of the memory around its buffers.
+            fill, seed, thorough: of the memory around its buffers, and of what it allocates.
             alone: in a fresh process with launches one by one.
 
         Raises:
@@ -121,20 +123,22 @@ class Subject:
         """
         packed = self._packed if call is None else self._frame.pack_call(call)
         if not alone:
-            return self._ask(self._worker, packed, fill, seed)
+            return self._ask(self._worker, packed, fill, seed, thorough)
         worker = self._alone()
         try:
-            return self._ask(worker, packed, fill, seed)
+            return self._ask(worker, packed, fill, seed, thorough)
         finally:
             worker.close()
 
     def after(self, packed: PackedCall) -> Results:
         """Run the candidate on another call first, and then on this one, in one process."""
-        self._ask(self._worker, packed, "nan", 0)
+        self._ask(self._worker, packed)
         return self.run()
 
-    def _ask(self, worker: Worker, packed: PackedCall, fill: str, seed: int) -> Results:
-        answer = worker.run(Run(packed, self._candidate, self._frame.begin, self._frame.end, fill, seed))
+    def _ask(
+        self, worker: Worker, packed: PackedCall, fill: str = "nan", seed: int = 0, thorough: bool = False
+    ) -> Results:
+        answer = worker.run(Run(packed, self._candidate, self._frame.begin, self._frame.end, fill, seed, thorough))
         if isinstance(answer, Refused):
             raise NotSupported(answer.reason)
         assert isinstance(answer, Ran)

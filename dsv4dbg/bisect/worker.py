@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dsv4dbg.bisect.guards import Arena, filled_empties
+from dsv4dbg.bisect.guards import Arena, unwritten
 from dsv4dbg.bisect.protocol import Failed, Hello, Placed, Ran, Ready, Refused, Run
 from dsv4dbg.bisect.shared import Frame, Memory
 from dsv4dbg.bisect.walker import interpret, on_device
@@ -52,7 +52,7 @@ class Bench:
         placed = self.arena.place(call, self.device, request.fill, request.seed)
         connection.send(Placed(tuple(placed.ranges())))
         kwargs = self._arguments(placed.call, call, implementation)
-        with torch.inference_mode(), filled_empties(request.fill):
+        with torch.inference_mode(), unwritten(request.fill, request.thorough):
             begin = self._now()
             result = implementation.function(**kwargs)
             seconds = self._now() - begin

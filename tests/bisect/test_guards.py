@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4dbg.bisect.derive import caches_of, owned_entries
-from dsv4dbg.bisect.guards import GAP, Arena, filled_empties
+from dsv4dbg.bisect.guards import GAP, Arena, unwritten
 from dsv4dbg.bisect.subject import digest
 from dsv4dbg.kernels.arrays import copied
 from dsv4dbg.kernels.contract import Op
@@ -49,7 +49,7 @@ def test_the_reference_trespasses_nowhere(name: str) -> None:
             for arg, value in call.args.items():
                 if isinstance(value, torch.Tensor):
                     assert placed.call.args[arg].stride() == value.stride()
-            with filled_empties(fill):
+            with unwritten(fill, thorough=seed == 1):
                 found = results(placed.call)
             assert placed.damage() == []
             digests.append(digest(found))
@@ -105,7 +105,7 @@ def test_a_write_to_a_foreign_page_and_what_is_left_of_it() -> None:
     found = results(placed.call)
     (damage,) = placed.damage()
     assert damage.where == "window_cache"
-    assert f"page {page} entry {entry}" in damage.sentence
+    assert f"page {page}, entry {entry}" in damage.sentence
     assert digest(found) == digest(results(call))  # the cache goes back as the reference leaves it
 
 
@@ -122,13 +122,14 @@ def test_a_write_between_pages() -> None:
     assert (damage.where, damage.offset, damage.count) == ("cache", layout.page_bytes + 1, 1)
 
 
+@pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("fill", ["nan", "large"])
-def test_what_nobody_wrote(fill: str) -> None:
+def test_what_nobody_wrote(fill: str, thorough: bool) -> None:
     """Memory behind a buffer, and fresh memory, holds the fill in every format."""
     placed = Arena().place(call_of("rms_norm"), CPU, fill)
     x = placed.call.args["x"].view(torch.bfloat16)
     behind = torch.as_strided(x, (8,), (1,), x.storage_offset() + x.numel())
-    with filled_empties(fill):
+    with unwritten(fill, thorough):
         fresh = [torch.empty(3), torch.empty_like(x), x.new_empty((2, 2)), torch.empty_strided((2, 2), (1, 2))]
     for value in (behind, *fresh):
         assert value.isnan().all() if fill == "nan" else (value.isfinite() & (value > 1e30)).all()
