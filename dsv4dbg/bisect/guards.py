@@ -124,6 +124,11 @@ class Placed:
 
     def damage(self) -> list[Damage]:
         """What the run changed beside its own entries of caches; then what nobody owns holds what the call had."""
+        for buffer in self._buffers:
+            if buffer.name in self.call.op.mutates:
+                cache = self.call.args[buffer.name]
+                before = replace(cache, data=_view(self._before, buffer.begin, cache.data))
+                _copy_entries(before, cache, self._owned[buffer.name])
         now, before = self._memory.view(torch.int64), self._before.view(torch.int64)
         found = [] if torch.equal(now, before) else self._changed((now != before).nonzero().flatten())
         for name in self.call.op.mutates:
@@ -143,22 +148,15 @@ class Placed:
         return found if inside.all() else [self._outside(at[~inside]), *found]
 
     def _inside(self, buffer: _Buffer, offsets: np.ndarray) -> list[Damage]:
-        """Changed bytes of a buffer that the op does not own."""
-        name, value = buffer.name, self.call.args[buffer.name]
+        """Changed bytes of a buffer."""
+        name, value, first = buffer.name, self.call.args[buffer.name], int(offsets[0])
         if name not in self.call.op.mutates:
-            what = f"bytes of {name}, which the op must not change, are changed"
-            return [Damage(name, int(offsets[0]), len(offsets), f"{len(offsets):,} {what}, first at {offsets[0]:,}")]
-        page, entry = entry_of(value, offsets)
-        owned = np.zeros((len(value.data), value.layout.entries + 1), bool)
-        owned[tuple(i.numpy() for i in self._owned[name])] = True
-        foreign = ~owned[page, entry]
-        if not foreign.any():
-            return []
-        first = int(offsets[foreign][0])
-        count, page, entry = int(foreign.sum()), int(page[foreign][0]), int(entry[foreign][0])
-        where = f"entry {entry}" if entry < value.layout.entries else "behind its entries"
-        sentence = f"{count:,} bytes of {name} that no slot names are changed, first in page {page}, {where}"
-        return [Damage(name, first, count, sentence)]
+            what = f"bytes of {name}, which the op must not change, are changed, first at {first:,}"
+        else:
+            page, entry = entry_of(value, first)
+            where = f"behind the entries of page {page}" if entry is None else f"in page {page}, entry {entry}"
+            what = f"bytes of {name} that no slot names are changed, first {where}"
+        return [Damage(name, first, len(offsets), f"{len(offsets):,} {what}")]
 
     def _outside(self, at: np.ndarray) -> Damage:
         """Changed bytes of gaps."""
@@ -180,17 +178,14 @@ class Placed:
             rows[page, entry] = row
 
 
-def entry_of(cache: Cache, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Page and entry of bytes of a cache's buffer; behind the records of a page: the entry past the last."""
-    layout = cache.layout
-    page, column = np.divmod(offsets, cache.data.stride(0))
-    entry = np.full(len(offsets), layout.entries)
-    base = 0
-    for size in layout.fields:
-        here = (column >= base) & (column < base + layout.entries * size)
-        entry[here] = (column[here] - base) // size
-        base += layout.entries * size
-    return page, entry
+def entry_of(cache: Cache, offset: int) -> tuple[int, int | None]:
+    """Page and entry of a byte of a cache's buffer; no entry behind the records of a page."""
+    page, column = divmod(offset, cache.data.stride(0))
+    for size in cache.layout.fields:
+        if column < cache.layout.entries * size:
+            return page, column // size
+        column -= cache.layout.entries * size
+    return page, None
 
 
 def _copy_entries(target: Cache, source: Cache, entries: Entries) -> None:

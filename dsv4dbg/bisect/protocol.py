@@ -158,7 +158,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Placed:
-    """From a worker, before it runs: device addresses of the call's buffers."""
+    """From a worker of a GPU, before it runs: device addresses of the call's buffers."""
 
     ranges: tuple[Any, ...]
 
