@@ -158,11 +158,12 @@ def registry() -> Registry:
     return found
 
 
-def load_plugin(path: Path) -> list[Implementation]:
-    """Import a user's file and register the implementations that it declares with `implements`."""
+def import_file(path: Path) -> tuple[Any, list[Implementation]]:
+    """Import a user's file: its module, and the implementations that it declares with `implements`, unregistered."""
     path = Path(path)
     if not path.is_file():
         raise DbgError(f"plug-in {path} is not a file")
+    registry()  # built now, so that a file that asks for it does not find its own half of it
     spec = importlib.util.spec_from_file_location(f"dsv4dbg_plugin_{path.stem}", path)
     assert spec
     assert spec.loader
@@ -171,20 +172,23 @@ def load_plugin(path: Path) -> list[Implementation]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        _pending.clear()
         raise DbgError(f"plug-in {path} does not import: {type(error).__name__}: {error}") from error
-    added = list(_pending)
-    try:
-        for implementation in added:
-            registry().op(implementation.op)
-            if implementation.name == REFERENCE:
-                raise DbgError(
-                    f"plug-in {path} calls its {implementation.op} '{REFERENCE}'; that is the reference's name"
-                )
-    except DbgError:
+    finally:
+        declared = list(_pending)
         _pending.clear()
-        raise
-    if not added:
+    return module, declared
+
+
+def load_plugin(path: Path) -> list[Implementation]:
+    """Import a user's file and register the implementations that it declares with `implements`."""
+    module, declared = import_file(path)
+    for implementation in declared:
+        registry().op(implementation.op)
+        if implementation.name == REFERENCE:
+            raise DbgError(f"plug-in {path} calls its {implementation.op} '{REFERENCE}'; that is the reference's name")
+    if not declared:
         raise DbgError(f"plug-in {path} declares no implementation", "decorate one with @implements('op', 'name')")
     _collect(registry(), module)
-    return added
+    for implementation in declared:
+        registry().add(implementation)
+    return declared
