@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dsv4dbg.cli.output import note, print_json, progress
+from dsv4dbg.cli.traces import open_weights
 from dsv4dbg.errors import DbgError, Untestable
 
 if TYPE_CHECKING:
@@ -80,19 +81,10 @@ def _judge(trace: Trace, model: str | None) -> Judge:
         if not judges:
             from dsv4dbg.bisect.rejudge import Rejudge
 
-            judges.append(Rejudge(trace, lambda: _weights(model or str(trace.manifest.get("model")))))
+            judges.append(Rejudge(trace, lambda: open_weights(model or str(trace.manifest.get("model")))))
         return judges[0](reference, candidate)
 
     return judge
-
-
-def _weights(name: str):
-    import torch
-
-    from dsv4dbg.model.checkpoint import open_model
-    from dsv4dbg.model.weights import ModelWeights
-
-    return ModelWeights(open_model(name), torch.device("cpu"))
 
 
 def _intent(first: Trace, second: Trace) -> Intent:

@@ -16,6 +16,8 @@ COMMANDS = {
     "capture": "Run a forward and write every op's inputs and outputs to a trace.",
     "bisect": "Find the op whose candidate kernel diverges or faults, and where.",
     "diff": "Compare two traces: the first op that differs, and whether it is at fault.",
+    "replay": "Run one site of a trace again with another implementation.",
+    "reproduce": "Write a fault at one site as a directory that shows it without this tool.",
     "ops": "Show ops, their contracts and implementations.",
     "compile": "Compile every Triton kernel for AMD GPUs offline: LDS, registers, spills.",
     "doctor": "Show the environment and check this device's FP8 conversions.",
