@@ -71,6 +71,7 @@ class Scan:
     _faults: Counter[str] = field(default_factory=Counter)
     _wrong: Counter[str] = field(default_factory=Counter)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _fitting: set[str] = field(default_factory=set)
     _failure: list[BaseException] = field(default_factory=list)
 
     def run(self) -> Result:
@@ -181,6 +182,7 @@ class Scan:
     def _serve(self, items: queue.Queue[_Item | None], worker: Worker) -> None:
         """A worker's thread: one call after the other. A small call's frame is kept until the op's next one is done."""
         before: dict[str, Shipped] = {}
+        item: _Item | None = None
         try:
             while (item := items.get()) is not None:
                 shipped, op = item.shipped, item.shipped.call.site.op
@@ -195,8 +197,11 @@ class Scan:
                     self._walker.free(shipped.frame)
         except BaseException as error:
             self._failure.append(error)
-            while items.get() is not None:
-                pass
+            for shipped in before.values():
+                self._walker.free(shipped.frame)
+            while item is not None:  # without frames the walker would wait, and send nothing more
+                self._walker.free(item.shipped.frame)
+                item = items.get()
 
     def _test(self, item: _Item, worker: Worker, before: PackedCall | None) -> None:
         shipped = item.shipped
@@ -215,6 +220,7 @@ class Scan:
                 self._left_out(shipped.number, site, check.name, wrong)
                 continue
             trial = self._try(check, subject, shipped)
+            self._fits(site.op, trial, subject)
             self._note(trial)
             if trial.verdict in (Verdict.FAULT, Verdict.TIMEOUT):
                 self._faults[site.op] += 1
@@ -224,6 +230,14 @@ class Scan:
             if trial.bad:
                 self._wrong[site.op] += 1
                 self._keep(trial, subject.call)
+
+    def _fits(self, op: str, trial: Trial, subject: Subject) -> None:
+        """An op whose first result has not even the right form was wired wrongly, which no verdict is about."""
+        misfit = subject.misfit() if trial.bad and op not in self._fitting else ""
+        if misfit:
+            name = self.settings.candidate
+            raise DbgError(f"candidate '{name}' of {op} {misfit}", f"see its contract: dsv4dbg ops {op}")
+        self._fitting.add(op)
 
     def _try(self, check: Check, subject: Subject, shipped: Shipped) -> Trial:
         """One trial, with its lines in the journal."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
 from dsv4dbg.bisect.processes import Worker
@@ -107,6 +108,16 @@ class Subject:
             self._first = self.run()
         return self._first
 
+    def misfit(self) -> str:
+        """Which result of the first run has another shape or dtype than the op's, or ''."""
+        if self._first is None:
+            return ""
+        for name, value in self.reference.items():
+            got = self._first.values[name]
+            if isinstance(value, torch.Tensor) and (got.shape, got.dtype) != (value.shape, value.dtype):
+                return f"returned {name} as {_form(got)}, the op yields {_form(value)}"
+        return ""
+
     def run(
         self, call: Call | None = None, *, fill: str = "nan", seed: int = 0, thorough: bool = False, alone: bool = False
     ) -> Results:
@@ -171,6 +182,10 @@ class Subject:
     def forget(self) -> None:
         """The first run is made again when it is asked for next."""
         self._first = None
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def judged(

@@ -20,6 +20,7 @@ from dsv4dbg.bisect.settings import Settings
 from dsv4dbg.cli.output import columns, note
 from dsv4dbg.compare import Verdict
 
+MISSED = 4  # regimes not reached that are named
 COORDINATES = 6  # of a place that a line shows
 
 
@@ -106,8 +107,10 @@ def _facts(result: Result) -> list[tuple[str, str]]:
     rows += [("", f"not tested: {op}: {reason}") for op, reason in result.untested.items()]
     if result.regimes:
         missed = [name for name, reached in result.regimes.items() if not reached]
-        total = len(result.regimes)
-        rows.append(("regimes", f"{total - len(missed)} of {total} reached{''.join(f'; not: {m}' for m in missed)}"))
+        rows.append(("regimes", f"{len(result.regimes) - len(missed)} of {len(result.regimes)} reached"))
+        rows += [("", f"not: {name}") for name in missed[:MISSED]]
+        if len(missed) > MISSED:
+            rows.append(("", f"not: {len(missed) - MISSED} more, in --json"))
     rows.append((
         "cost", f"reference {cost['reference_s']:.1f} s, candidate {cost['candidate_s']:.1f} s, oracle "
         f"{cost['oracle_s']:.1f} s, other checks {cost['checks_s']:.1f} s; {cost['wall_s']:.0f} s in all",

@@ -139,3 +139,32 @@ def first_of_a_pair(**kwargs):
 def second_of_a_pair(**kwargs):
     out = _reference("lm_head")(**kwargs)
     return out * 1.5 if "pair" in _last else out
+
+
+# kernels that were wired wrongly
+
+
+@implements("rms_norm", "wrong_dtype")
+def wrong_dtype(**kwargs):
+    return _reference("rms_norm")(**kwargs).double()
+
+
+@implements("rms_norm", "wrong_shape")
+def wrong_shape(**kwargs):
+    return _reference("rms_norm")(**kwargs)[..., :-1]
+
+
+@implements("rms_norm", "no_tensor")
+def no_tensor(**kwargs):
+    return None
+
+
+@implements("rms_norm", "two_outputs")
+def two_outputs(**kwargs):
+    out = _reference("rms_norm")(**kwargs)
+    return out, out
+
+
+@implements("rms_norm", "wrong_signature")
+def wrong_signature(x, weight):
+    return x * weight
