@@ -165,6 +165,8 @@ class Scan:
                 checks.append(check)
             else:
                 self._note(known)
+                if known.bad:
+                    self._keep(known, self._memory.call(shipped.call))
         if checks:
             queues[zlib.crc32(site.name.encode()) % len(queues)].put(_Item(shipped, checks))
         else:

@@ -60,6 +60,7 @@ class Result:
     Attributes:
         reference_s: seconds of the reference's forward alone; ``calls`` ops in it.
         untested: op -> why none of its calls was tested.
+        reproducers: op -> the directory of the one that was asked for; ``unreproduced``: op -> why there is none.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Result:
     wall_s: float = 0.0
     untested: dict[str, str] = field(default_factory=dict)
     reproducers: dict[str, Path] = field(default_factory=dict)
+    unreproduced: dict[str, str] = field(default_factory=dict)
 
     @property
     def tested(self) -> list[Trial]:

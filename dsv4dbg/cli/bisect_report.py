@@ -105,6 +105,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
     tested = f"{counts['tested']} calls of {ops[0] if len(ops) == 1 else f'{len(ops)} ops'}"
     rows = [("tested", f"{tested}; {len(result.trials)} trials: {spread}")]
     rows += [("", f"not tested: {op}: {reason}") for op, reason in result.untested.items()]
+    rows += [("", f"no reproducer of {op}: {reason}") for op, reason in result.unreproduced.items()]
     if result.regimes:
         missed = [name for name, reached in result.regimes.items() if not reached]
         rows.append(("regimes", f"{len(result.regimes) - len(missed)} of {len(result.regimes)} reached"))
