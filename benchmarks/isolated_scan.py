@@ -38,7 +38,7 @@ class Stopwatch:
 
     begin = end = 0.0
 
-    def opened(self, steps: tuple[str, ...], ops: tuple[str, ...]) -> None:
+    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None:
         self.begin = time.perf_counter()
 
     def trial(self, trial: Trial) -> None:

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from dsv4dbg.errors import DbgError, Untestable
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.table import Call
+from dsv4dbg.model.recording import Request
 from dsv4dbg.site import Site
 
 CONFIRMED = 2  # bad calls of an op that are repeated in a fresh process
@@ -41,7 +42,7 @@ FAULTS = 3  # faults of an op after which its other calls are left out
 class Watcher(Protocol):
     """Sees a bisect while it runs, from any thread."""
 
-    def opened(self, steps: tuple[str, ...], ops: tuple[str, ...]) -> None: ...
+    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None: ...
 
     def trial(self, trial: Trial) -> None: ...
 
@@ -72,6 +73,7 @@ class Scan:
     _wrong: Counter[str] = field(default_factory=Counter)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
     _fitting: set[str] = field(default_factory=set)
+    _request: Request = field(init=False)
     _failure: list[BaseException] = field(default_factory=list)
 
     def run(self) -> Result:
@@ -82,16 +84,30 @@ class Scan:
             Untestable: nothing could be tested, or the reference is not repeatable.
         """
         begin = time.perf_counter()
-        request = self.settings.request
-        hello = Hello(self.settings.candidate, request.plugins, request.device)
-        frames = self.settings.workers * (3 + len(registry().ops))
-        self._memory = Memory.create(1 + frames)
+        self._checks = chosen(self.settings.checks)
+        self._frames = self.settings.workers * (3 + len(registry().ops))
+        self._memory = Memory.create(1 + self._frames)
+        first = self.settings.request
+        for model in (first.model, *self.settings.models):
+            self._request = replace(first, model=model)
+            if not self._scan():
+                break
+        self.result.wall_s = time.perf_counter() - begin
+        self.result.trials.sort(key=lambda t: t.number)
+        return self.result
+
+    def _scan(self) -> bool:
+        """Scan one model's forward; False if no op was left to test. Its workers are new: they keep weights."""
+        hello = Hello(self.settings.candidate, self._request.plugins, self._request.device)
         self._alone = lambda: Worker(self._memory, hello, self.settings.timeout, LAUNCHES_ONE_BY_ONE)
         workers = [Worker(self._memory, hello, self.settings.timeout) for _ in range(self.settings.workers)]
         try:
-            ops = self._ops(workers[0].start().candidates)
-            self._checks = chosen(self.settings.checks)
-            walk = Walk(request, frozenset(ops), tuple(range(1, 1 + frames)), self.settings.trace)
+            wrong = {trial.op for trial in self.result.trials if trial.bad}
+            ops = tuple(op for op in self._ops(workers[0].start().candidates) if op not in wrong)
+            if not ops:
+                return False
+            self._seen.clear()
+            walk = Walk(self._request, frozenset(ops), tuple(range(1, 1 + self._frames)), self.settings.trace)
             self._walker = Walker(self._memory, walk)
             try:
                 self._walk(workers, ops)
@@ -100,9 +116,7 @@ class Scan:
         finally:
             for worker in workers:
                 worker.close(kill=True)
-        self.result.wall_s = time.perf_counter() - begin
-        self.result.trials.sort(key=lambda t: t.number)
-        return self.result
+        return True
 
     def _ops(self, available: Mapping[str, str]) -> tuple[str, ...]:
         """The ops to test, all of which have the candidate."""
@@ -124,17 +138,15 @@ class Scan:
         ]
         for thread in threads:
             thread.start()
+        walked: Walked | None = None
         try:
             for message in self._walker:
                 if self._failure:
                     break
                 if isinstance(message, Opened):
-                    self.result.regimes, self.result.environment = message.regimes, message.environment
-                    self.result.device = message.device
-                    self.journal.event("opened", steps=message.steps, ops=ops, regimes=dict(message.regimes))
-                    self.watcher.opened(message.steps, ops)
+                    self._opened(message, ops)
                 elif isinstance(message, Walked):
-                    self.result.calls, self.result.reference_s = message.calls, message.seconds
+                    walked = message
                 elif isinstance(message, Shipped):
                     self._dispatch(message, queues)
                 elif isinstance(message, Missing):
@@ -146,10 +158,21 @@ class Scan:
                 thread.join()
         if self._failure:
             raise self._failure[0]
+        assert walked is not None
+        self.result.calls += walked.calls
+        self.result.reference_s += walked.seconds
         for op in ops:
             if not any(t.op == op for t in self.result.tested):
                 reasons = [t.sentence for t in self.result.trials if t.op == op]
                 self.result.untested[op] = reasons[0] if reasons else "the workload does not call it"
+
+    def _opened(self, message: Opened, ops: tuple[str, ...]) -> None:
+        result, model = self.result, self._request.model
+        result.environment, result.device = message.environment, message.device
+        result.regimes = {name: reached or result.regimes.get(name, False) for name, reached in message.regimes.items()}
+        regimes = dict(message.regimes)
+        self.journal.event("opened", model=model, steps=message.steps, ops=ops, regimes=regimes)
+        self.watcher.opened(model, message.steps, ops)
 
     def _dispatch(self, shipped: Shipped, queues: list[queue.Queue[_Item | None]]) -> None:
         """Decide which checks a call gets, and hand it to the worker of its site."""
@@ -160,7 +183,7 @@ class Scan:
         for check in self._checks:
             if check.per != "call" and not self._sampled(check, shipped.call):
                 continue
-            known = self.journal.finished.get((site.path, site.op, check.name))
+            known = self.journal.finished.get((self._request.model, site.path, site.op, check.name))
             if known is None:
                 checks.append(check)
             else:
@@ -244,7 +267,8 @@ class Scan:
     def _try(self, check: Check, subject: Subject, shipped: Shipped) -> Trial:
         """One trial, with its lines in the journal."""
         site = shipped.call.site
-        self.journal.begin(shipped.number, site.path, site.op, check.name)
+        number = self.result.calls + shipped.number
+        self.journal.begin(number, (self._request.model, site.path, site.op, check.name))
         subject.renewed()
         begin = time.perf_counter()
         try:
@@ -255,9 +279,10 @@ class Scan:
             outcome = self._again(subject, fault) if subject.doubtful else faulted(fault)
         clock = subject.clock
         trial = Trial(
-            shipped.number, site.path, site.op, check.name, outcome.verdict, outcome.sentence, outcome.where,
+            number, site.path, site.op, check.name, outcome.verdict, outcome.sentence, outcome.where,
             outcome.fingerprints, outcome.evidence, outcome.threshold, time.perf_counter() - begin, clock.candidate,
             shipped.seconds, clock.oracle, outcome.rate,
+            self._request.model,
         )  # fmt: skip
         self.journal.end(trial)
         return trial
@@ -275,7 +300,9 @@ class Scan:
         return Outcome(found.verdict, sentence, {}, found.fingerprints, found.evidence, rate=(1, 2))
 
     def _left_out(self, number: int, site: Site, check: str, reason: str) -> None:
-        trial = Trial(number, site.path, site.op, check, Verdict.SKIPPED, reason)
+        trial = Trial(
+            self.result.calls + number, site.path, site.op, check, Verdict.SKIPPED, reason, model=self._request.model
+        )
         self.journal.end(trial)
         self._note(trial)
 

@@ -21,6 +21,8 @@ from dsv4dbg.errors import DbgError
 
 SCHEMA = "dsv4dbg.journal/1"
 
+Key = tuple[str, str, str, str]  # model, site, op, check
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -34,6 +36,7 @@ class Trial:
         evidence: numbers behind the verdict; ``threshold``: the limit that decided, and its source.
         seconds: of the trial; ``candidate_s``, ``reference_s``, ``oracle_s`` of it.
         rate: runs that failed of those that were made, where a failure was repeated.
+        model: whose forward the site is in.
     """
 
     number: int
@@ -51,10 +54,11 @@ class Trial:
     reference_s: float = 0.0
     oracle_s: float = 0.0
     rate: tuple[int, int] | None = None
+    model: str = ""
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return self.site, self.op, self.check
+    def key(self) -> Key:
+        return self.model, self.site, self.op, self.check
 
     @property
     def bad(self) -> bool:
@@ -72,7 +76,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool = False) -> None:
         self.path = path
-        self.finished: dict[tuple[str, str, str], Trial] = {}
+        self.finished: dict[Key, Trial] = {}
         self._lock = threading.Lock()
         settings = json.loads(json.dumps(settings))
         if resume:
@@ -100,8 +104,9 @@ class Journal:
         with self._lock:
             self._file.write(line.encode())
 
-    def begin(self, number: int, site: str, op: str, check: str) -> None:
-        self.event("begin", number=number, site=site, op=op, check=check, presumed=Verdict.FAULT.name)
+    def begin(self, number: int, key: Key) -> None:
+        model, site, op, check = key
+        self.event("begin", number=number, model=model, site=site, op=op, check=check, presumed=Verdict.FAULT.name)
 
     def end(self, trial: Trial) -> None:
         self.event("end", trial={**vars(trial), "verdict": trial.verdict.name})
@@ -129,7 +134,7 @@ def events(path: Path) -> Iterator[dict[str, Any]]:
 def read(path: Path) -> tuple[dict[str, Any], list[Trial]]:
     """The header and the finished trials; of a trial that was run twice, the last."""
     header: dict[str, Any] = {}
-    trials: dict[tuple[str, str, str], Trial] = {}
+    trials: dict[Key, Trial] = {}
     for event in events(path):
         if event["event"] == "run":
             header = event

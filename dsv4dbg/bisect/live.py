@@ -97,9 +97,10 @@ class Live:
     def fails(self, names: Sequence[str]) -> Failure | None:
         """One trial: a forward with the candidate at these sites."""
         label = ", ".join(names) if len(names) < 3 else f"{len(names)} sites {zlib.crc32(' '.join(names).encode()):08x}"
-        known = self._journal.finished.get((label, "", CHECK))
+        key = self._settings.request.model, label, "", CHECK
+        known = self._journal.finished.get(key)
         if known is None:
-            self._journal.begin(LAST, label, "", CHECK)
+            self._journal.begin(LAST, key)
             known = self._run(names, label)
             self._journal.end(known)
         self.trials += 1
@@ -136,12 +137,14 @@ class Live:
             walker.close(kill=True)
         seconds = time.perf_counter() - begin
         if found is None:
-            return Trial(LAST, label, "", CHECK, Verdict.PASS, f"{len(names)} sites agree", seconds=seconds)
+            sentence = f"{len(names)} sites agree"
+            return Trial(LAST, label, "", CHECK, Verdict.PASS, sentence, seconds=seconds, model=settings.request.model)
         o = found.outcome
         evidence = {**o.evidence, "op": found.op, "sites": list(found.sites), "first": found.first}
         return Trial(
-            LAST, label, "", CHECK, o.verdict, o.sentence, o.where, o.fingerprints, evidence, o.threshold, seconds
-        )
+            LAST, label, "", CHECK, o.verdict, o.sentence, o.where, o.fingerprints, evidence, o.threshold, seconds,
+            model=settings.request.model,
+        )  # fmt: skip
 
     def _judge(self, shipped: Shipped, found: Failure | None) -> Failure | None:
         """Take one call of the live forward into account."""

@@ -44,7 +44,7 @@ class Culprit:
     def to_json(self) -> dict[str, Any]:
         trial = self.trial
         return {
-            "op": self.op, "site": trial.site, "layer": self.site.layer, "phase": self.site.phase,
+            "op": self.op, "model": trial.model, "site": trial.site, "layer": self.site.layer, "phase": self.site.phase,
             "verdict": trial.verdict.name, "check": trial.check, "sentence": trial.sentence,
             "fingerprint": list(trial.fingerprints), "where": dict(trial.where), "evidence": dict(trial.evidence),
             "threshold": dict(trial.threshold), "rate": trial.rate, "bad": self.bad, "tested": self.tested,
@@ -90,7 +90,8 @@ class Result:
         bad = [t for t in self.trials if t.op == op and t.bad]
         sites = [Site(t.site.rpartition("/")[2], op, t.site.rpartition("/")[0]) for t in bad]
         return Culprit(
-            op, first, len({t.site for t in bad}), len({t.site for t in self.tested if t.op == op}),
+            op, first, len({(t.model, t.site) for t in bad}),
+            len({(t.model, t.site) for t in self.tested if t.op == op}),
             tuple(_unique(s.name.partition(".")[0] for s in sites)), tuple(_unique(s.phase for s in sites)),
             Counter(t.check for t in bad), self.reproducers.get(op),
         )  # fmt: skip
@@ -124,7 +125,7 @@ class Result:
         sites: dict[str, set[Verdict]] = {}
         for trial in self.trials:
             if trial.check == DIFFERENTIAL:
-                sites.setdefault(trial.site, set()).add(trial.verdict)
+                sites.setdefault(f"{trial.model}:{trial.site}", set()).add(trial.verdict)
         tested = {site for site, verdicts in sites.items() if verdicts - {Verdict.SKIPPED}}
         passed = {site for site in tested if max(sites[site] - {Verdict.SKIPPED}) <= Verdict.ROUNDING}
         return {

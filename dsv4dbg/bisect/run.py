@@ -32,7 +32,11 @@ def bisect(settings: Settings, path: Path, resume: bool, watcher: Watcher) -> Re
         result = scan.run()
         if settings.in_place:
             culprits = {culprit.op for culprit in result.culprits}
-            sites = {t.site.rpartition("/")[2]: t.op for t in result.tested if t.op not in culprits}
+            sites = {
+                t.site.rpartition("/")[2]: t.op
+                for t in result.tested
+                if t.op not in culprits and t.model == settings.request.model
+            }
             result.trials += Live(settings, journal, sites).search()
         if settings.reproducers:
             _reproduce(scan, settings.reproducers)

@@ -22,6 +22,7 @@ class Settings:
         timeout: seconds that one run of the candidate may take.
         workers: candidate processes side by side.
         reproducers: directory for a reproducer of every culprit.
+        models: whose forwards are scanned too, after that of the request's model, for ops not found at fault there.
     """
 
     request: Request
@@ -33,12 +34,14 @@ class Settings:
     timeout: float = 120.0
     workers: int = 2
     reproducers: Path | None = None
+    models: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
         """What decides a verdict, as JSON: a run is resumed only with the same."""
         request = asdict(self.request) | {"plan": str(self.request.plan), "plugins": [*map(str, self.request.plugins)]}
         return {
-            "candidate": self.candidate, "ops": sorted(self.ops), "checks": sorted(self.checks),
+            "candidate": self.candidate, "models": [*self.models], "ops": sorted(self.ops),
+            "checks": sorted(self.checks),
             "trace": str(self.trace) if self.trace else None, "in_place": self.in_place, "timeout": self.timeout,
             "workers": self.workers, "request": request,
         }  # fmt: skip

@@ -17,7 +17,12 @@ from dsv4dbg.errors import DbgError
 @click.option("--candidate", default="triton", show_default=True, metavar="NAME", help="Implementation under test.")
 @click.option("--plugin", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Load your kernels.")
 @click.option("--check", "checks", multiple=True, metavar="NAME", help="Only this check (may be given again).")
-@click.option("--model", default="tiny", show_default=True, metavar="NAME|DIR", help="tiny, wide or a checkpoint.")
+@click.option(
+    "--model",
+    default=None,
+    metavar="NAME|DIR",
+    help="tiny, wide or a checkpoint (default: tiny; with coverage, wide too).",
+)
 @click.option("--workload", default=None, metavar="NAME|FILE", help="What is fed (default: coverage).")
 @click.option("--prompt", default=None, metavar="TEXT", help="Instead of a workload: this prompt.")
 @click.option("--tokens", default=None, metavar="IDS", help="Instead of a workload: token ids, or a file of them.")
@@ -35,7 +40,7 @@ from dsv4dbg.errors import DbgError
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Journal (default: in traces/).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def bisect(
-    ops: tuple[str, ...], candidate: str, plugin: tuple[Path, ...], checks: tuple[str, ...], model: str,
+    ops: tuple[str, ...], candidate: str, plugin: tuple[Path, ...], checks: tuple[str, ...], model: str | None,
     workload: str | None, prompt: str | None, tokens: str | None, decode: int, trace: Path | None, numerics: str,
     kv_cache: str | None, device: str, seed: int, in_place: bool, timeout: float, workers: int, resume: Path | None,
     reproducer: Path | None, output: Path | None, as_json: bool,
@@ -71,12 +76,13 @@ def bisect(
 
     request = Request(
         prompt=prompt, tokens=token_ids(tokens) if tokens is not None else (), decode=decode, plugins=plugin,
-        workload=workload or (None if given else "coverage"), model=model, numerics=numerics, device=device,
+        workload=workload or (None if given else "coverage"), model=model or "tiny", numerics=numerics, device=device,
         kv_cache=kv_cache or ("bf16" if numerics == "hf" else "fp8"), seed=seed,
     )  # fmt: skip
     settings = Settings(
-        request, candidate, tuple(op_name(op) for op in ops), checks, trace, in_place, timeout, workers, reproducer
-    )
+        request, candidate, tuple(op_name(op) for op in ops), checks, trace, in_place, timeout, workers, reproducer,
+        () if model or given else ("wide",),
+    )  # fmt: skip
     path = resume or output or free_path("bisect", ".jsonl")
     with Progress() as progress:
         result = run(settings, path, resume is not None, progress)
@@ -84,6 +90,6 @@ def bisect(
         print_json("bisect", document(result, settings, path))
     else:
         show(result, settings, path)
-        if not workload and model == "tiny" and not trace:
+        if model == "tiny":
             note("note: tiny has one scale group per row and four heads; layout faults may hide in it: --model wide")
     sys.exit(result.exit_code)

@@ -21,6 +21,7 @@ from dsv4dbg.cli.output import columns, note
 from dsv4dbg.compare import Verdict
 
 MISSED = 4  # regimes not reached that are named
+COVERAGE = "coverage"  # the default workload
 COORDINATES = 6  # of a place that a line shows
 
 
@@ -29,7 +30,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
-        self._steps: tuple[str, ...] = ()
+        self._model, self._steps = "", tuple[str, ...]()
         self._good = self._bad = 0
         self._lock = threading.Lock()
 
@@ -48,10 +49,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def opened(self, steps: tuple[str, ...], ops: tuple[str, ...]) -> None:
-        self._steps = steps
+    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None:
+        self._steps, self._model = steps, model
         if self._bar is not None:
-            self._bar.update(self._task, total=len(steps) or None, now=f"{len(ops)} ops")
+            self._bar.update(self._task, total=len(steps) or None, completed=0, now=f"{model}: {len(ops)} ops")
 
     def trial(self, trial: Trial) -> None:
         with self._lock:
@@ -60,7 +61,9 @@ class Progress:
         if self._bar is not None:
             step = trial.site.partition("/")[0]
             done = self._steps.index(step) if step in self._steps else None
-            self._bar.update(self._task, completed=done, now=trial.site, good=self._good, bad=self._bad)
+            self._bar.update(
+                self._task, completed=done, now=f"{self._model}: {trial.site}", good=self._good, bad=self._bad
+            )
 
 
 def show(result: Result, settings: Settings, journal: Path) -> None:
@@ -78,7 +81,7 @@ def show(result: Result, settings: Settings, journal: Path) -> None:
 
 def _culprit(culprit: Culprit) -> None:
     trial = culprit.trial
-    print(f"{trial.verdict.name}  {culprit.op}  first at {trial.site}  (check: {trial.check})")
+    print(f"{trial.verdict.name}  {culprit.op}  first at {trial.site} of {trial.model}  (check: {trial.check})")
     print(f"  {trial.sentence}")
     if trial.where:
         print(f"  worst at {', '.join(f'{k} {v}' for k, v in list(trial.where.items())[:COORDINATES])}")
@@ -121,17 +124,25 @@ def _facts(result: Result) -> list[tuple[str, str]]:
 
 def _next(result: Result, settings: Settings) -> str:
     plugins = "".join(f" --plugin {shlex.quote(str(p))}" for p in settings.request.plugins)
-    base = f"dsv4dbg bisect --candidate {shlex.quote(settings.candidate)}{plugins}"
+    base = f"dsv4dbg bisect --candidate {shlex.quote(settings.candidate)}{plugins}{_source(settings)}"
     culprits = result.culprits
-    if culprits and not culprits[0].reproducer:
-        return f"{base} --op {culprits[0].op} --reproducer found"
+    if culprits and not settings.reproducers:
+        return f"{base} --model {shlex.quote(culprits[0].trial.model)} --op {culprits[0].op} --reproducer found"
     if culprits:
-        return f"python {culprits[0].reproducer / 'reproduce.py'}" if culprits[0].reproducer else ""
+        written = next(iter(result.reproducers.values()), None)
+        return f"python {written / 'reproduce.py'}" if written else f"{base} --op {culprits[0].op} --workers 1"
     if not result.tested:
         return f"dsv4dbg ops {next(iter(result.untested), '')}".rstrip()
     if not settings.in_place and not settings.trace:
         return f"{base}{''.join(f' --op {op}' for op in settings.ops)} --in-place   (interactions between ops)"
-    return f"{base} --model wide"
+    return f"dsv4dbg ops {_ops(result)[0]}"
+
+
+def _source(settings: Settings) -> str:
+    """The options that say where calls come from, unless it is the default."""
+    request = settings.request
+    given = {"--workload": request.workload, "--prompt": request.prompt, "--trace": settings.trace}
+    return "".join(f" {o} {shlex.quote(str(v))}" for o, v in given.items() if v is not None and v != COVERAGE)
 
 
 def document(result: Result, settings: Settings, journal: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Seen:
     def __init__(self) -> None:
         self.trials: list[Trial] = []
 
-    def opened(self, steps: tuple[str, ...], ops: tuple[str, ...]) -> None:
+    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None:
         self.ops = ops
 
     def trial(self, trial: Trial) -> None:
@@ -141,7 +141,11 @@ def test_resumed_it_runs_nothing_twice(request_: Request, tmp_path: Path) -> Non
     done = {trial.key for trial in read(path)[1]}
     again = run(settings, tmp_path, resume=True)
     assert {(t.key, t.verdict) for t in again.trials} == {(t.key, t.verdict) for t in whole.trials}
-    begun = [(e["site"], e["op"], e["check"]) for e in list(events(path))[len(lines) // 2 :] if e["event"] == "begin"]
+    begun = [
+        (e["model"], e["site"], e["op"], e["check"])
+        for e in list(events(path))[len(lines) // 2 :]
+        if e["event"] == "begin"
+    ]
     assert begun
     assert not done & set(begun)
 
@@ -155,7 +159,7 @@ def test_killed_at_any_moment_it_resumes(request_: Request, tmp_path: Path) -> N
         str(request_.workload), "--op", "rms_norm", "--op", "moe_combine", "--check", "differential",
         "--check", "guards",
     ]  # fmt: skip
-    finished: set[tuple[str, str, str]] = set()
+    finished: set[tuple[str, ...]] = set()
     for number in range(50):
         mode = ["--resume", str(path)] if path.exists() and path.stat().st_size else ["-o", str(path)]
         process = subprocess.Popen([*command, *mode], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -166,7 +170,7 @@ def test_killed_at_any_moment_it_resumes(request_: Request, tmp_path: Path) -> N
             now = [trial.key for trial in read(path)[1]]
             assert finished <= set(now)
             finished = set(now)
-    ends = [tuple(e["trial"][k] for k in ("site", "op", "check")) for e in events(path) if e["event"] == "end"]
+    ends = [tuple(e["trial"][k] for k in ("model", "site", "op", "check")) for e in events(path) if e["event"] == "end"]
     assert len(ends) == len(set(ends))
     resumed = subprocess.run([*command, "--resume", str(path), "--json"], capture_output=True, text=True, timeout=300)
     straight = subprocess.run([*command, "-o", str(tmp_path / "straight"), "--json"], capture_output=True, text=True)

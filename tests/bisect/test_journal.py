@@ -23,7 +23,7 @@ def trial(number: int, verdict: Verdict = Verdict.PASS) -> Trial:
 def written(path: Path, count: int = 5) -> bytes:
     journal = Journal(path, SETTINGS)
     for number in range(count):
-        journal.begin(number, trial(number).site, "rms_norm", "differential")
+        journal.begin(number, trial(number).key)
         journal.end(trial(number, Verdict(number)))
     journal.close()
     return path.read_bytes()
@@ -52,7 +52,7 @@ def test_cut_anywhere_it_resumes_with_what_was_finished(tmp_path: Path) -> None:
 
 def test_a_begun_trial_is_a_presumed_fault(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", SETTINGS)
-    journal.begin(0, "L0.attn_norm", "rms_norm", "guards")
+    journal.begin(0, ("tiny", "L0.attn_norm", "rms_norm", "guards"))
     last = json.loads((tmp_path / "j").read_text().splitlines()[-1])
     assert (last["event"], last["presumed"]) == ("begin", "FAULT")
 
