@@ -6,11 +6,13 @@ calls, and a function from a `Subject` to an `Outcome`. None of them knows the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens
 from dsv4dbg.bisect.processes import CandidateFault
@@ -23,6 +25,7 @@ from dsv4dbg.kernels.invariants import violations
 
 REPEATS = 20  # runs that tell how often a failure shows: one that shows in 1 run of 6 hides from all with p = 0.026
 AGAIN = 3  # runs that must agree before a result counts as repeatable
+CALLS = 16  # that `serial_equivalence` divides a call into, about
 ROWS = 5  # tokens that `batch_invariance` runs alone
 
 Judge = Callable[[Subject], Outcome]
@@ -191,6 +194,37 @@ def _tokens(call: Any) -> int:
     return sizes[0] if sizes else 0
 
 
+def serial_equivalence(subject: Subject) -> Outcome:
+    """Tokens in several calls, each on the caches that the one before left, agree with all of them in one."""
+    tokens = _tokens(subject.call)
+    if tokens < 2:
+        return Outcome(Verdict.SKIPPED, "the call has one token or none")
+    cuts = {"in two calls": [tokens // 2], "in calls of several tokens": [*range(3, tokens, max(3, tokens // CALLS))]}
+    if tokens <= CALLS:
+        cuts["one by one"] = [*range(1, tokens)]
+    worst = Outcome(Verdict.PASS, f"{len(cuts)} ways to divide the call agree")
+    for what, at in cuts.items():
+        results = _in_parts(subject, [0, *at, tokens])
+        if results is None:
+            return Outcome(Verdict.SKIPPED, "the op's tokens cannot be taken apart")
+        found = outcome_of(subject.judge(results))
+        if found.verdict > worst.verdict:
+            worst = replace(found, sentence=f"tokens {what}: {found.sentence}")
+    return worst
+
+
+def _in_parts(subject: Subject, bounds: list[int]) -> dict[str, Any] | None:
+    """Results of the call's tokens given in parts: outputs joined, caches as the last part left them."""
+    call, parts, caches = subject.call, list[Mapping[str, Any]](), dict[str, Any]()
+    for begin, end in pairwise(bounds):
+        part = keep_tokens(call, range(begin, end))
+        if part is None:
+            return None
+        parts.append(subject.run(replace(part, args={**part.args, **caches})).values)
+        caches = {name: parts[-1][name] for name in call.op.mutates}
+    return {**{name: torch.cat([part[name] for part in parts]) for name in call.op.outputs}, **caches}
+
+
 def _given(call: Any, name: str) -> bool:
     return call.args[name] is not None
 
@@ -201,6 +235,10 @@ def _no_invariants(op: Op) -> str:
 
 def _no_caches(op: Op) -> str:
     return "" if any(arg.kind == "cache" for arg in op.args.values()) else "the op has no cache"
+
+
+def _no_state(op: Op) -> str:
+    return "" if op.mutates else "the op leaves nothing behind for its next call"
 
 
 def _no_tokens(op: Op) -> str:
@@ -218,6 +256,7 @@ CHECKS = {
         Check("fresh-process", fresh_process, "state that outlives a call, luck at start", per="op", of_itself=True),
         Check("guards", guards, "reads and writes outside the call's own memory", of_itself=True),
         Check("block-permutation", block_permutation, "physical pages that matter", applies=_no_caches),
+        Check("serial-equivalence", serial_equivalence, "state lost between calls", applies=_no_state),
         Check("batch-invariance", batch_invariance, "rows that see their neighbours", applies=_no_tokens),
     )
 }

@@ -124,8 +124,7 @@ class Result:
         """Sites by what happened to them."""
         sites: dict[str, set[Verdict]] = {}
         for trial in self.trials:
-            if trial.check == DIFFERENTIAL:
-                sites.setdefault(f"{trial.model}:{trial.site}", set()).add(trial.verdict)
+            sites.setdefault(f"{trial.model}:{trial.site}", set()).add(trial.verdict)
         tested = {site for site, verdicts in sites.items() if verdicts - {Verdict.SKIPPED}}
         passed = {site for site in tested if max(sites[site] - {Verdict.SKIPPED}) <= Verdict.ROUNDING}
         return {

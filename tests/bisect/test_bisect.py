@@ -96,7 +96,7 @@ def test_right_candidates_are_clean(request_: Request, tmp_path: Path) -> None:
     assert len(result.trials) == len(seen.trials)
     assert {t.check for t in result.tested} == {
         "differential", "invariants", "repeatability", "fresh-process", "guards", "block-permutation",
-        "batch-invariance",
+        "serial-equivalence", "batch-invariance",
     }  # fmt: skip
 
 
@@ -106,6 +106,15 @@ def test_several_tokens_per_sequence(request_: Request, tmp_path: Path) -> None:
     assert culprit.op == "sparse_mla_decode"
     assert culprit.phases == ("verify",)
     assert culprit.bad == 7  # six layers and the MTP block, one step
+
+
+def test_state_lost_between_calls(request_: Request, tmp_path: Path) -> None:
+    """Serial equivalence finds it in a call that is right as it came."""
+    ops, checks = ("compress_insert",), ("differential", "serial-equivalence")
+    result = run(Settings(request_, "zoo:chunk-forgets", ops, checks), tmp_path)
+    found = {trial.site: trial.check for trial in result.trials if trial.bad and trial.site.startswith("prefill0")}
+    assert set(found.values()) == {"serial-equivalence"}
+    assert not run(Settings(request_, "right", ops, checks), tmp_path).culprits
 
 
 def test_two_ops_that_are_wrong_only_together(request_: Request, tmp_path: Path) -> None:
