@@ -276,4 +276,4 @@ def _tile_of(arch: str, tokens: int, dtype: torch.dtype) -> Tile:
     tile = tile_of(arch, tokens if nvidia else min(tokens, 64), dtype)._replace(out=128)
     if arch == "cpu" or dtype == torch.float32:
         return tile
-    return tile._replace(channels=128 if nvidia else 64, warps=8 if tile.tokens > 16 else 4, stages=min(tile.stages, 3))
+    return tile._replace(channels=128 if nvidia else 64, warps=8 if tile.tokens > 32 else 4, stages=min(tile.stages, 3))
