@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -159,6 +160,16 @@ def test_resumed_it_runs_nothing_twice(request_: Request, tmp_path: Path) -> Non
     assert not done & set(begun)
 
 
+def running_with(name: str, value: str) -> list[str]:
+    """Processes whose environment says so."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{name}={value}".encode() in path.read_bytes().split(b"\0"):
+                found.append((path.parent / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_it_resumes(request_: Request, tmp_path: Path) -> None:
     """SIGKILL of the parent at 50 moments, resumed every time: nothing is lost or repeated, nothing left running."""
@@ -169,9 +180,10 @@ def test_killed_at_any_moment_it_resumes(request_: Request, tmp_path: Path) -> N
         "--check", "guards",
     ]  # fmt: skip
     finished: set[tuple[str, ...]] = set()
+    marked = {**os.environ, "DSV4DBG_TEST_RUN": str(tmp_path)}
     for number in range(50):
         mode = ["--resume", str(path)] if path.exists() and path.stat().st_size else ["-o", str(path)]
-        process = subprocess.Popen([*command, *mode], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen([*command, *mode], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=marked)
         time.sleep(0.5 + 0.17 * number)
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -190,8 +202,7 @@ def test_killed_at_any_moment_it_resumes(request_: Request, tmp_path: Path) -> N
     ]
     assert culprits[0] == culprits[1]
     time.sleep(1)
-    left = subprocess.run(["pgrep", "-f", f"dsv4dbg.bisect.*{os.getpid()}"], capture_output=True, text=True)
-    assert not left.stdout
+    assert not running_with("DSV4DBG_TEST_RUN", str(tmp_path))
 
 
 @pytest.mark.parametrize(
