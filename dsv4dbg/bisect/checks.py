@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4dbg.bisect.compile_check import offline_compile
 from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens
 from dsv4dbg.bisect.processes import CandidateFault
 from dsv4dbg.bisect.subject import Outcome, Results, Subject, outcome_of
@@ -39,6 +40,7 @@ class Check:
         per: it judges every ``call``, one of each ``class`` of calls, or one of each ``op``.
         applies: says why an op has no use for it, or ''.
         of_itself: whether it compares the candidate with itself, and so says something about one that is wrong too.
+        asked: it runs only when it is named: it takes long, or is about another machine.
         doc: what it finds.
     """
 
@@ -47,6 +49,7 @@ class Check:
     doc: str
     per: str = "class"
     of_itself: bool = False
+    asked: bool = False
     applies: Callable[[Op], str] = lambda op: ""
 
 
@@ -258,17 +261,18 @@ CHECKS = {
         Check("block-permutation", block_permutation, "physical pages that matter", applies=_no_caches),
         Check("serial-equivalence", serial_equivalence, "state lost between calls", applies=_no_state),
         Check("batch-invariance", batch_invariance, "rows that see their neighbours", applies=_no_tokens),
+        Check("compile", offline_compile, "kernels that gfx942 or gfx950 cannot run", "op", asked=True),
     )
 }
 
 
 def chosen(names: tuple[str, ...]) -> list[Check]:
-    """Checks by name, the differential one first; all of them for none."""
+    """Checks by name, the differential one first; for none, all that need not be asked for."""
     names = tuple(name.replace("_", "-") for name in names)
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         raise DbgError(f"there is no check '{unknown[0]}'", f"checks: {', '.join(CHECKS)}")
-    return [check for name, check in CHECKS.items() if not names or name in names]
+    return [check for name, check in CHECKS.items() if name in names or not (names or check.asked)]
 
 
 def faulted(fault: CandidateFault) -> Outcome:

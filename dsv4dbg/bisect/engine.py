@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from dsv4dbg.bisect.checks import Check, chosen, faulted
+from dsv4dbg.bisect.compile_check import compiled
 from dsv4dbg.bisect.journal import Journal, Trial
 from dsv4dbg.bisect.processes import LAUNCHES_ONE_BY_ONE, CandidateFault, Walker, Worker
 from dsv4dbg.bisect.protocol import Hello, Missing, Opened, Shipped, Walk, Walked
@@ -229,11 +230,12 @@ class Scan:
                 item = items.get()
 
     def _test(self, item: _Item, worker: Worker, before: PackedCall | None) -> None:
-        shipped = item.shipped
+        shipped, op = item.shipped, item.shipped.call.site.op
         end = (shipped.frame + 1) * FRAME
         subject = Subject(
             self._memory, shipped.call, shipped.reference, shipped.used, end, self.settings.candidate, worker,
-            self._alone, before, self._wrong[shipped.call.site.op] < CONFIRMED,
+            self._alone, before, self._wrong[op] < CONFIRMED,
+            lambda: compiled(op, self.settings.candidate, self.settings.request.plugins, self.settings.timeout),
         )  # fmt: skip
         site, wrong = shipped.call.site, ""
         for check in item.checks:

@@ -21,6 +21,7 @@ from dsv4dbg.bisect.protocol import Ran, Refused, Run
 from dsv4dbg.bisect.shared import Frame, Memory, PackedCall
 from dsv4dbg.compare import Verdict
 from dsv4dbg.kernels.arrays import CacheArray, to_arrays
+from dsv4dbg.kernels.compile_report import KernelReport
 from dsv4dbg.kernels.oracle import run_oracle
 from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.table import Call
@@ -84,18 +85,19 @@ class Subject:
         call, reference: tensors are in shared memory and must not be written to.
         clock: of the trial that is running.
         before: the call that the worker ran before this one.
+        compiled: compiles the candidate's kernels of this op for AMD GPUs.
         doubtful: whether a failure is worth a fresh process: the op was not found at fault in several already.
     """
 
     def __init__(
         self, memory: Memory, packed: PackedCall, reference: Mapping[str, Any], used: int, frame_end: int,
         candidate: str, worker: Worker, alone: Callable[[], Worker], before: PackedCall | None = None,
-        doubtful: bool = True,
+        doubtful: bool = True, compiled: Callable[[], list[KernelReport]] = list,
     ) -> None:  # fmt: skip
         self.call: Call = memory.call(packed)
         self.reference = memory.values(reference)
         self.clock = Clock()
-        self.before, self.doubtful = before, doubtful
+        self.before, self.doubtful, self.compiled = before, doubtful, compiled
         self._memory, self._packed, self._candidate = memory, packed, candidate
         self._frame = Frame(memory, used, frame_end)
         self._worker, self._alone = worker, alone

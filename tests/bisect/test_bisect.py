@@ -243,3 +243,14 @@ def test_a_process_that_cannot_be_killed_ends_the_run(
     with pytest.raises(Untestable, match="cannot be killed"):
         run(Settings(request_, "all_kinds", ("silu_mul",), ("differential",)), tmp_path)
     assert read(tmp_path / "journal.jsonl")[0]["settings"]["candidate"] == "all_kinds"
+
+
+@pytest.mark.parametrize(("candidate", "verdict"), [("misspelt", Verdict.FAULT), ("plain", Verdict.SKIPPED)])
+def test_offline_compilation(request_: Request, tmp_path: Path, candidate: str, verdict: Verdict) -> None:
+    pytest.importorskip("triton")
+    kernels = Path(__file__).parent.parent / "kernels" / "plugin_kernels.py"
+    request = replace(request_, plugins=(kernels,))
+    result = run(Settings(request, candidate, ("rms_norm",), ("compile",)), tmp_path)
+    (trial,) = result.trials
+    assert (trial.check, trial.verdict) == ("compile", verdict), trial
+    assert "no_such_name" in trial.sentence or verdict != Verdict.FAULT
