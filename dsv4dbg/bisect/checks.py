@@ -6,7 +6,7 @@ calls, and a function from a `Subject` to an `Outcome`. None of them knows the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dsv4dbg.bisect.compile_check import offline_compile
-from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens
+from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens, tokens_of
 from dsv4dbg.bisect.processes import CandidateFault
 from dsv4dbg.bisect.subject import Outcome, Results, Subject, outcome_of
 from dsv4dbg.compare import Verdict
@@ -23,8 +23,10 @@ from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.arrays import CacheArray, to_arrays
 from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.invariants import violations
+from dsv4dbg.kernels.table import Call
 
 REPEATS = 20  # runs that tell how often a failure shows: one that shows in 1 run of 6 hides from all with p = 0.026
+RACE = "differs between runs (race or unwritten memory)"
 AGAIN = 3  # runs that must agree before a result counts as repeatable
 CALLS = 16  # that `serial_equivalence` divides a call into, about
 ROWS = 5  # tokens that `batch_invariance` runs alone
@@ -80,13 +82,28 @@ def _repeated(subject: Subject, found: Outcome, first: Results) -> Outcome:
         after = subject.after(subject.before)
         if after.digest == first.digest:
             return _carried(found)
-    runs = [*again, *(subject.run() for _ in range(REPEATS - AGAIN))]
-    failed = 1 + sum(_judged(subject, run).bad for run in runs)
+    return _unstable(found, subject.run, lambda run: _judged(subject, run), again)
+
+
+def _unstable(
+    found: Outcome, run: Callable[[], Results], judged: Callable[[Results], Outcome], made: Sequence[Results] = ()
+) -> Outcome:
+    """A failure that is not the same in every run: how often it shows, in so many more runs."""
+    runs = [*made, *(run() for _ in range(REPEATS - 1 - len(made)))]
+    failed = 1 + sum(judged(one).bad for one in runs)
     return replace(
         found, verdict=Verdict.UNSTABLE, rate=(failed, len(runs) + 1),
         sentence=f"wrong in {failed} of {len(runs) + 1} runs on the same inputs: {found.sentence}",
-        fingerprints=("differs between runs (race or unwritten memory)", *found.fingerprints),
+        fingerprints=(RACE, *found.fingerprints),
     )  # fmt: skip
+
+
+def _steady(
+    found: Outcome, first: Results, run: Callable[[], Results], judged: Callable[[Results], Outcome]
+) -> Outcome:
+    """A failure of a derived call, if it shows in the same bits again; else that it is unstable."""
+    again = [run() for _ in range(AGAIN - 1)] if found.bad else []
+    return found if all(one.digest == first.digest for one in again) else _unstable(found, run, judged, again)
 
 
 def _carried(found: Outcome) -> Outcome:
@@ -112,21 +129,30 @@ def repeatability(subject: Subject) -> Outcome:
     runs = [subject.run() for _ in range(AGAIN - 1)]
     if all(run.digest == first.digest for run in runs):
         return Outcome(Verdict.PASS, f"{AGAIN} runs gave the same bits")
-    runs += [subject.run() for _ in range(REPEATS - AGAIN)]
-    different = sum(run.digest != first.digest for run in runs)
-    wrong = sum(_judged(subject, run).bad for run in (first, *runs))
-    return Outcome(
-        Verdict.UNSTABLE, f"{different} of {len(runs)} runs gave other bits than the first ({wrong} were wrong)",
-        fingerprints=("differs between runs (race or unwritten memory)",), rate=(different, len(runs)),
-    )  # fmt: skip
+    return _different(subject, [*runs, *(subject.run() for _ in range(REPEATS - AGAIN))])
+
+
+def _different(subject: Subject, runs: Sequence[Results]) -> Outcome:
+    """How many runs gave other bits than the first; none is a PASS."""
+    different = sum(run.digest != subject.first.digest for run in runs)
+    if not different:
+        return Outcome(Verdict.PASS, f"{1 + len(runs)} runs gave the same bits")
+    wrong = sum(_judged(subject, run).bad for run in (subject.first, *runs))
+    sentence = f"{different} of {len(runs)} runs gave other bits than the first ({wrong} were wrong)"
+    return Outcome(Verdict.UNSTABLE, sentence, fingerprints=(RACE,), rate=(different, len(runs)))
 
 
 def fresh_process(subject: Subject) -> Outcome:
     """The same bits in a process that has run nothing else; some faults are settled when a process starts."""
-    if subject.run(alone=True).digest == subject.run().digest:
+    alone = [subject.run(alone=True)]
+    if alone[0].digest == subject.first.digest:
         return Outcome(Verdict.PASS, "a fresh process gave the same bits")
-    sentence = "a fresh process gives other bits than one that ran earlier calls"
-    return Outcome(Verdict.UNSTABLE, sentence, fingerprints=("differs between processes",))
+    alone.append(subject.run(alone=True))
+    here = _different(subject, [subject.run() for _ in range(REPEATS - 1)])
+    if here.bad or alone[1].digest == subject.first.digest:
+        return here if here.bad else _different(subject, [*alone, *(subject.run() for _ in range(REPEATS - 1))])
+    sentence = "fresh processes give other bits than one that ran earlier calls"
+    return Outcome(Verdict.UNSTABLE, sentence, fingerprints=("differs between processes",), rate=(2, 2))
 
 
 def guards(subject: Subject) -> Outcome:
@@ -162,10 +188,15 @@ def block_permutation(subject: Subject) -> Outcome:
     if derived is None:
         return Outcome(Verdict.SKIPPED, "this call has no pages to move")
     call, back = derived
-    moved = back(subject.run(call).values)
-    if subject.equal(moved, subject.first.values):
+
+    def run() -> Results:
+        results = subject.run(call)
+        return Results(back(results.values), results.damage)
+
+    moved = run()
+    if moved.digest == subject.first.digest:
         return Outcome(Verdict.PASS, "the same bits from other pages")
-    found = outcome_of(subject.judge(moved))
+    found = _steady(_judged(subject, moved), moved, run, lambda one: _judged(subject, one))
     if not found.bad:
         return found
     sentence = f"with the caches' pages in another order: {found.sentence}"
@@ -185,14 +216,18 @@ def batch_invariance(subject: Subject) -> Outcome:
     for what, derived in cases:
         if derived is None:
             return Outcome(Verdict.SKIPPED, "the op's tokens cannot be taken apart")
-        results = subject.run(derived)
-        found = outcome_of(subject.judge(results.values, derived, subject.reference_of(derived)))
+        results, reference = subject.run(derived), subject.reference_of(derived)
+
+        def judged(one: Results, derived: Call = derived, reference: Mapping[str, Any] = reference) -> Outcome:
+            return outcome_of(subject.judge(one.values, derived, reference))
+
+        found = _steady(judged(results), results, lambda derived=derived: subject.run(derived), judged)
         if found.verdict > worst.verdict:
             worst = replace(found, sentence=f"{what}: {found.sentence}")
     return worst
 
 
-def _tokens(call: Any) -> int:
+def _tokens(call: Call) -> int:
     sizes = [len(call.args[n]) for n, arg in call.op.args.items() if arg.dims.startswith("token") and _given(call, n)]
     return sizes[0] if sizes else 0
 
@@ -202,33 +237,37 @@ def serial_equivalence(subject: Subject) -> Outcome:
     tokens = _tokens(subject.call)
     if tokens < 2:
         return Outcome(Verdict.SKIPPED, "the call has one token or none")
+    if tokens_of(subject.call) is None:
+        return Outcome(Verdict.SKIPPED, "the op's tokens cannot be taken apart")
     cuts = {"in two calls": [tokens // 2], "in calls of several tokens": [*range(3, tokens, max(3, tokens // CALLS))]}
     if tokens <= CALLS:
         cuts["one by one"] = [*range(1, tokens)]
     worst = Outcome(Verdict.PASS, f"{len(cuts)} ways to divide the call agree")
     for what, at in cuts.items():
-        results = _in_parts(subject, [0, *at, tokens])
-        if results is None:
-            return Outcome(Verdict.SKIPPED, "the op's tokens cannot be taken apart")
-        found = outcome_of(subject.judge(results))
+        bounds = [0, *at, tokens]
+        results = _in_parts(subject, bounds)
+        found = _steady(
+            _judged(subject, results), results, lambda bounds=bounds: _in_parts(subject, bounds),
+            lambda one: _judged(subject, one),
+        )  # fmt: skip
         if found.verdict > worst.verdict:
             worst = replace(found, sentence=f"tokens {what}: {found.sentence}")
     return worst
 
 
-def _in_parts(subject: Subject, bounds: list[int]) -> dict[str, Any] | None:
+def _in_parts(subject: Subject, bounds: list[int]) -> Results:
     """Results of the call's tokens given in parts: outputs joined, caches as the last part left them."""
-    call, parts, caches = subject.call, list[Mapping[str, Any]](), dict[str, Any]()
+    call, parts, caches = subject.call, list[Results](), dict[str, Any]()
     for begin, end in pairwise(bounds):
         part = keep_tokens(call, range(begin, end))
-        if part is None:
-            return None
-        parts.append(subject.run(replace(part, args={**part.args, **caches})).values)
-        caches = {name: parts[-1][name] for name in call.op.mutates}
-    return {**{name: torch.cat([part[name] for part in parts]) for name in call.op.outputs}, **caches}
+        assert part is not None
+        parts.append(subject.run(replace(part, args={**part.args, **caches})))
+        caches = {name: parts[-1].values[name] for name in call.op.mutates}
+    joined = {name: torch.cat([part.values[name] for part in parts]) for name in call.op.outputs}
+    return Results({**joined, **caches}, tuple(words for part in parts for words in part.damage))
 
 
-def _given(call: Any, name: str) -> bool:
+def _given(call: Call, name: str) -> bool:
     return call.args[name] is not None
 
 

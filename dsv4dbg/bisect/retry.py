@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from dsv4dbg.bisect import reproducer
-from dsv4dbg.bisect.checks import AGAIN, REPEATS, faulted
+from dsv4dbg.bisect.checks import AGAIN, RACE, REPEATS, faulted
 from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens, tokens_of
 from dsv4dbg.bisect.processes import LAUNCHES_ONE_BY_ONE, CandidateFault, DeviceLost, Worker
 from dsv4dbg.bisect.protocol import Hello, Ran, Run
@@ -170,7 +170,7 @@ _fills = Outcome(
 
 def _unstable(found: Outcome, results: Mapping[str, Any]) -> Failure:
     sentence = "other bits in other runs on the same inputs" + (f": {found.sentence}" if found.bad else "")
-    prints = ("differs between runs (race or unwritten memory)", *found.fingerprints)
+    prints = (RACE, *found.fingerprints)
     seen = Outcome(Verdict.UNSTABLE, sentence, found.where, prints, found.evidence, found.threshold)
     return Failure("runs", seen, REPEATS, results if found.bad else None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -64,7 +64,7 @@ def _first_line(op: Op) -> str:
 
 def _describe(found: Registry, op: Op) -> dict[str, Any]:
     def args(mapping: Any) -> dict[str, Any]:
-        return {n: {f.name: getattr(a, f.name) for f in fields(a) if getattr(a, f.name)} for n, a in mapping.items()}
+        return {n: {name: value for name, value in asdict(a).items() if value} for n, a in mapping.items()}
 
     return {
         "name": op.name,
