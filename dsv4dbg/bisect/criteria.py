@@ -22,6 +22,7 @@ from dsv4dbg.kernels.paged import Cache, read, read_records
 from dsv4dbg.kernels.table import Call
 
 APART = 16.0  # candidate over reference: the limit is then at least 4 times the reference's own
+NARROW = 3.0  # the same where nothing sets them that far apart
 COARSE = 0.01  # share of integers that may differ in an output that is not known to be wrong
 NOTHING = 0.5  # stands for a count of 0 where a ratio is taken
 ORDER_FREE = (IndexSet, Routing, RoutingWeights)
@@ -92,15 +93,19 @@ def criteria(
         reference, candidate: results by name, tensors and caches on the CPU; no candidate if it gave none.
         oracle: float64 arrays by name, for the outputs that it speaks of.
     """
-    found = [_criterion(op, call, n, reference, oracle, candidate) for n in (*op.outputs, *op.mutates)]
-    if candidate is not None and not any(c.apart for c in found):
+    names, found = (*op.outputs, *op.mutates), list[Criterion]()
+    for apart in (APART, NARROW):
+        found = [_criterion(op, call, name, reference, oracle, candidate, apart) for name in names]
+        if candidate is None or any(c.apart for c in found):
+            break
+    else:
         found = [_differing(call, c, reference, candidate) for c in found]
     return sorted(found, key=lambda c: not c.apart)
 
 
 def _criterion(
     op: Op, call: Call, name: str, reference: Mapping[str, Any], oracle: Mapping[str, Any],
-    candidate: Mapping[str, Any] | None,
+    candidate: Mapping[str, Any] | None, apart: float,
 ) -> Criterion:  # fmt: skip
     order_free = isinstance(op.compare[name], ORDER_FREE)
     given, theirs = candidate or reference, _rows(call, name, reference[name])
@@ -117,8 +122,8 @@ def _criterion(
         wrong = _measure(blank, call, given, reference, oracle)
         worst = max(worst, mine)
         found.append(replace(blank, limit=APART * mine, reference=mine, candidate=wrong))
-        if wrong > APART * mine:
-            return replace(found[-1], limit=max(4 * mine, math.sqrt(mine * min(wrong, 1.0))))
+        if wrong > apart * mine:
+            return replace(found[-1], limit=mine * math.sqrt(max(apart, min(wrong, 1.0) / mine)))
     return found[0]
 
 

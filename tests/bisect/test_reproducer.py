@@ -1,0 +1,161 @@
+"""Reproducers: run as a stranger would, where only torch, numpy, safetensors and triton are installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4dbg.bisect.protocol import Hello
+from dsv4dbg.bisect.retry import Reproduced, reproduce
+from dsv4dbg.errors import DbgError
+from dsv4dbg.kernels.dims import TINY
+from dsv4dbg.kernels.numerics import OFFICIAL
+from dsv4dbg.kernels.registry import registry
+from dsv4dbg.kernels.table import Call
+from dsv4dbg.site import Site
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+ABSENT = ("ml_dtypes", "h5py", "click", "rich", "textual", "xxhash", "tokenizers", "hdf5plugin")
+BLOCKER = f"""
+import sys
+from importlib.machinery import PathFinder
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in {ABSENT!r} or top == "dsv4dbg" and path is None:
+            found = PathFinder.find_spec(name, [p for p in sys.path if "site-packages" not in p and p != ROOT])
+            if found is None:
+                raise ModuleNotFoundError(f"No module named {{name!r}}")
+            return found
+ROOT = {str(HERE.parent.parent)!r}
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """The plug-in and what it imports, in a directory of their own that is gone when the reproducer runs."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for name in ("lone_kernels.py", "lone_helper.py"):
+        shutil.copyfile(HERE / name, folder / name)
+    return folder / "lone_kernels.py"
+
+
+def call_of(name: str, tokens: int) -> Call:
+    op = registry().op(name)
+    assert op.examples_function is not None
+    for example in op.examples_function(TINY, np.random.default_rng(3)):
+        call = Call(Site(f"L1.attn.{name}", name, "prefill0"), op, "torch", op.bind((), example.args), OFFICIAL)
+        first = next(n for n, arg in op.args.items() if arg.dims.startswith("token"))
+        if len(call.args[first]) == tokens and all(v.numel() for v in call.args.values() if torch.is_tensor(v)):
+            return call
+    raise AssertionError(f"no example of {name} with {tokens} tokens")
+
+
+def written(name: str, op: str, plugin: Path, tmp_path: Path, timeout: float = 60) -> Reproduced:
+    found = reproduce(
+        tmp_path / "found", call_of(op, 63), Hello(name, (plugin,), "cpu"), {"gpu": None}, timeout=timeout
+    )
+    assert found is not None
+    return found
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script where the tool and most of its packages are absent."""
+    clean = directory.parent / "clean"
+    clean.mkdir(exist_ok=True)
+    (clean / "sitecustomize.py").write_text(BLOCKER)
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return subprocess.run(
+        [sys.executable, str(directory / "reproduce.py"), "--device", "cpu", *arguments], cwd=clean, timeout=200,
+        env={**environment, "PYTHONPATH": str(clean)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_packages_are_really_absent(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    for name in ("click", "dsv4dbg"):
+        ran = subprocess.run(
+            [sys.executable, "-c", f"import {name}"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert "No module named" in ran.stderr, name
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "mode", "words"),
+    [
+        ("wrong", "rms_norm", "values", "of y is"),
+        ("wrong_triton", "rms_norm", "values", "of y is"),
+        pytest.param("one_slot_on", "qnorm_rope_kv_insert", "values", "window_cache", marks=pytest.mark.slow),
+        pytest.param("flaky", "rms_norm", "runs", "wrong: ", marks=pytest.mark.slow),
+        pytest.param("unwritten", "rms_norm", "fills", "wrong: ", marks=pytest.mark.slow),
+        ("segfault", "rms_norm", "fault", "SIGSEGV"),
+        pytest.param("leaves", "rms_norm", "fault", "exit code 0", marks=pytest.mark.slow),
+        pytest.param("hang", "rms_norm", "fault", "no result within", marks=pytest.mark.slow),
+    ],
+)
+def test_it_shows_the_fault_on_its_own(name: str, op: str, mode: str, words: str, plugin: Path, tmp_path: Path) -> None:
+    found = written(name, op, plugin, tmp_path, timeout=5 if name == "hang" else 60)
+    shutil.rmtree(plugin.parent)
+    assert (found.failure.mode, found.confirmed) == (mode, True)
+    ran = run(found.directory)
+    assert ran.returncode == 1, ran.stderr
+    assert words in ran.stdout
+    readme = (found.directory / "README.md").read_text()
+    assert op in readme
+    assert found.finding["verdict"] in readme
+
+
+def test_it_is_small(plugin: Path, tmp_path: Path) -> None:
+    call = written("wrong", "rms_norm", plugin, tmp_path).call
+    assert len(call.args["x"]) == 1
+
+
+@pytest.mark.parametrize(("name", "function"), [("wrong", "fixed"), ("wrong_triton", "fixed_triton")])
+def test_a_kernel_put_right_passes(name: str, function: str, plugin: Path, tmp_path: Path) -> None:
+    found = written(name, "rms_norm", plugin, tmp_path)
+    ran = run(found.directory, "--implementation", f"{plugin}:{function}")
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "right"), ran.stdout + ran.stderr
+
+
+def test_a_zoo_case(tmp_path: Path) -> None:
+    call = call_of("moe_combine", 63)
+    found = reproduce(tmp_path / "found", call, Hello("zoo:unwritten-row", (), "cpu"), {})
+    assert found is not None
+    assert run(found.directory).returncode == 1
+
+
+def test_a_right_call_writes_nothing(plugin: Path, tmp_path: Path) -> None:
+    call = call_of("rms_norm", 63)
+    assert reproduce(tmp_path / "found", replace(call), Hello("torch", (), "cpu"), {}) is None
+    assert not (tmp_path / "found").exists()
+
+
+def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(DbgError, match="holds something already"):
+        reproduce(tmp_path, call_of("rms_norm", 63), Hello("torch", (), "cpu"), {})
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_what_cannot_run_says_so(plugin: Path, tmp_path: Path) -> None:
+    found = written("wrong", "rms_norm", plugin, tmp_path)
+    for other, words in (
+        (f"{tmp_path}/none.py:f", "is not a file"),
+        (f"{plugin}:nothing", "has no function 'nothing'"),
+    ):
+        ran = run(found.directory, "--implementation", other)
+        assert ran.returncode == 2
+        assert words in ran.stderr
+        assert "Traceback" not in ran.stderr
