@@ -126,6 +126,7 @@ class Scan:
             raise DbgError(f"no op has an implementation '{name}'", "load yours with --plugin FILE; see: dsv4dbg ops")
         ops = self.settings.ops or tuple(available)
         for op in ops:
+            registry().op(op)
             if op not in available:
                 raise DbgError(f"{op} has no implementation '{name}'", f"these have: {', '.join(available)}")
             if available[op]:
