@@ -16,8 +16,11 @@ import torch
 
 from dsv4dbg.bisect.compile_check import offline_compile
 from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens, tokens_of
+from dsv4dbg.bisect.graphs import graph_replay
+from dsv4dbg.bisect.launches import launch_config
 from dsv4dbg.bisect.processes import CandidateFault
-from dsv4dbg.bisect.subject import Outcome, Results, Subject, outcome_of
+from dsv4dbg.bisect.repeats import AGAIN, RACE, REPEATS, judged, steady, unstable
+from dsv4dbg.bisect.subject import Outcome, Results, Subject
 from dsv4dbg.compare import Verdict
 from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.arrays import CacheArray, to_arrays
@@ -25,9 +28,6 @@ from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.invariants import violations
 from dsv4dbg.kernels.table import Call
 
-REPEATS = 20  # runs that tell how often a failure shows: one that shows in 1 run of 6 hides from all with p = 0.026
-RACE = "differs between runs (race or unwritten memory)"
-AGAIN = 3  # runs that must agree before a result counts as repeatable
 CALLS = 16  # that `serial_equivalence` divides a call into, about
 ROWS = 5  # tokens that `batch_invariance` runs alone
 
@@ -58,14 +58,8 @@ class Check:
 def differential(subject: Subject) -> Outcome:
     """Candidate and reference on the same inputs, both against the oracle; a failure is repeated."""
     first = subject.first
-    found = _judged(subject, first)
+    found = judged(subject, first)
     return _repeated(subject, found, first) if found.bad else found
-
-
-def _judged(subject: Subject, results: Results) -> Outcome:
-    if results.damage:
-        return Outcome(Verdict.DIVERGED, results.damage[0], evidence={"damage": list(results.damage)})
-    return outcome_of(subject.judge(results.values))
 
 
 def _repeated(subject: Subject, found: Outcome, first: Results) -> Outcome:
@@ -75,35 +69,14 @@ def _repeated(subject: Subject, found: Outcome, first: Results) -> Outcome:
         if not subject.doubtful:
             return found
         alone = subject.run(alone=True)
-        if alone.digest == first.digest or _judged(subject, alone).bad:
+        if alone.digest == first.digest or judged(subject, alone).bad:
             return found
         return _carried(found)
-    if subject.before is not None and not any(_judged(subject, run).bad for run in again):
+    if subject.before is not None and not any(judged(subject, run).bad for run in again):
         after = subject.after(subject.before)
         if after.digest == first.digest:
             return _carried(found)
-    return _unstable(found, subject.run, lambda run: _judged(subject, run), again)
-
-
-def _unstable(
-    found: Outcome, run: Callable[[], Results], judged: Callable[[Results], Outcome], made: Sequence[Results] = ()
-) -> Outcome:
-    """A failure that is not the same in every run: how often it shows, in so many more runs."""
-    runs = [*made, *(run() for _ in range(REPEATS - 1 - len(made)))]
-    failed = 1 + sum(judged(one).bad for one in runs)
-    return replace(
-        found, verdict=Verdict.UNSTABLE, rate=(failed, len(runs) + 1),
-        sentence=f"wrong in {failed} of {len(runs) + 1} runs on the same inputs: {found.sentence}",
-        fingerprints=(RACE, *found.fingerprints),
-    )  # fmt: skip
-
-
-def _steady(
-    found: Outcome, first: Results, run: Callable[[], Results], judged: Callable[[Results], Outcome]
-) -> Outcome:
-    """A failure of a derived call, if it shows in the same bits again; else that it is unstable."""
-    again = [run() for _ in range(AGAIN - 1)] if found.bad else []
-    return found if all(one.digest == first.digest for one in again) else _unstable(found, run, judged, again)
+    return unstable(found, subject.run, lambda run: judged(subject, run), again)
 
 
 def _carried(found: Outcome) -> Outcome:
@@ -137,7 +110,7 @@ def _different(subject: Subject, runs: Sequence[Results]) -> Outcome:
     different = sum(run.digest != subject.first.digest for run in runs)
     if not different:
         return Outcome(Verdict.PASS, f"{1 + len(runs)} runs gave the same bits")
-    wrong = sum(_judged(subject, run).bad for run in (subject.first, *runs))
+    wrong = sum(judged(subject, run).bad for run in (subject.first, *runs))
     sentence = f"{different} of {len(runs)} runs gave other bits than the first ({wrong} were wrong)"
     return Outcome(Verdict.UNSTABLE, sentence, fingerprints=(RACE,), rate=(different, len(runs)))
 
@@ -196,7 +169,7 @@ def block_permutation(subject: Subject) -> Outcome:
     moved = run()
     if moved.digest == subject.first.digest:
         return Outcome(Verdict.PASS, "the same bits from other pages")
-    found = _steady(_judged(subject, moved), moved, run, lambda one: _judged(subject, one))
+    found = steady(judged(subject, moved), moved, run, lambda one: judged(subject, one))
     if not found.bad:
         return found
     sentence = f"with the caches' pages in another order: {found.sentence}"
@@ -218,10 +191,10 @@ def batch_invariance(subject: Subject) -> Outcome:
             return Outcome(Verdict.SKIPPED, "the op's tokens cannot be taken apart")
         results, reference = subject.run(derived), subject.reference_of(derived)
 
-        def judged(one: Results, derived: Call = derived, reference: Mapping[str, Any] = reference) -> Outcome:
-            return outcome_of(subject.judge(one.values, derived, reference))
+        def judge(one: Results, derived: Call = derived, reference: Mapping[str, Any] = reference) -> Outcome:
+            return judged(subject, one, derived, reference)
 
-        found = _steady(judged(results), results, lambda derived=derived: subject.run(derived), judged)
+        found = steady(judge(results), results, lambda derived=derived: subject.run(derived), judge)
         if found.verdict > worst.verdict:
             worst = replace(found, sentence=f"{what}: {found.sentence}")
     return worst
@@ -246,9 +219,9 @@ def serial_equivalence(subject: Subject) -> Outcome:
     for what, at in cuts.items():
         bounds = [0, *at, tokens]
         results = _in_parts(subject, bounds)
-        found = _steady(
-            _judged(subject, results), results, lambda bounds=bounds: _in_parts(subject, bounds),
-            lambda one: _judged(subject, one),
+        found = steady(
+            judged(subject, results), results, lambda bounds=bounds: _in_parts(subject, bounds),
+            lambda one: judged(subject, one),
         )  # fmt: skip
         if found.verdict > worst.verdict:
             worst = replace(found, sentence=f"tokens {what}: {found.sentence}")
@@ -300,6 +273,8 @@ CHECKS = {
         Check("block-permutation", block_permutation, "physical pages that matter", applies=_no_caches),
         Check("serial-equivalence", serial_equivalence, "state lost between calls", applies=_no_state),
         Check("batch-invariance", batch_invariance, "rows that see their neighbours", applies=_no_tokens),
+        Check("graph-replay", graph_replay, "inputs or results kept from an earlier call"),
+        Check("launch-config", launch_config, "results that depend on numbers of warps or stages"),
         Check("compile", offline_compile, "kernels that gfx942 or gfx950 cannot run", "op", asked=True),
     )
 }

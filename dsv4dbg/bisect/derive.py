@@ -41,6 +41,67 @@ def reorder_tokens(call: Call, order: Sequence[int]) -> Call | None:
     return keep_tokens(call, order)
 
 
+def other_contents(call: Call, other: Call | None) -> Call | None:
+    """The call with other contents in buffers of the same form: dtypes, shapes and strides.
+
+    Weights, tables and scalars stay. Everything else is that of ``other``, a call of the same op, if it has the form,
+    or else every second channel of the floats is halved; where tokens can be reordered, they come in reversed order.
+    """
+    changing = [n for n, a in call.op.args.items() if a.kind in ("tensor", "cache") and call.args[n] is not None]
+    if other is not None and _same_form(call, other):
+        changed = _with(call, {name: other.args[name] for name in changing})
+    else:
+        changed = _with(call, {n: _halved(v) for n in changing if isinstance(v := call.args[n], torch.Tensor)})
+    if not call.op.mutates and (tokens := tokens_of(changed)):
+        changed = keep_tokens(changed, range(tokens)[::-1]) or changed
+    args = {name: _formed(changed.args[name], call.args[name]) for name in changing}
+    return None if all(_same(args[name], call.args[name]) for name in changing) else _with(call, args)
+
+
+def _same_form(call: Call, other: Call) -> bool:
+    if call.numerics != other.numerics:
+        return False
+    for name, arg in call.op.args.items():
+        mine, theirs = call.args[name], other.args[name]
+        if arg.kind == "attr" and mine != theirs:
+            return False
+        if arg.kind in ("tensor", "cache") and _form(mine) != _form(theirs):
+            return False
+    return True
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Cache):
+        return value.layout, _form(value.data)
+    return value if value is None else (value.dtype, value.shape, value.stride())
+
+
+def _halved(value: torch.Tensor) -> torch.Tensor:
+    """Every second element of the last dim halved, which is exact; integers stay."""
+    if not value.dtype.is_floating_point or not value.dim():
+        return value
+    halves = value.to(torch.float32, copy=True)
+    halves[..., ::2] /= 2
+    return halves.to(value.dtype)
+
+
+def _formed(value: Any, like: Any) -> Any:
+    """A value of the same shape with the strides of another; itself if it has them."""
+    if isinstance(value, Cache):
+        return replace(like, data=_formed(value.data, like.data))
+    if value.stride() == like.stride():
+        return value
+    held = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in like.stride())
+    held[once].copy_(value[once])
+    return held
+
+
+def _same(value: Any, other: Any) -> bool:
+    value, other = (v.data if isinstance(v, Cache) else v for v in (value, other))
+    return value is other or torch.equal(*(v.contiguous().flatten().view(torch.uint8) for v in (value, other)))
+
+
 def _token_args(call: Call) -> list[str]:
     """Arguments whose first dim is the token; none if another dim of some argument or output is."""
     args = [*call.op.args.values(), *call.op.outputs.values()]

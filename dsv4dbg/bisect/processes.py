@@ -120,8 +120,11 @@ class Worker:
             if answer.wrong_use:
                 raise _wrong_use(answer)
             words = self._child.last_words
-            self.close(kill=True)  # a device error may leave the process unusable
+            if not self._hello.device.startswith("cpu"):
+                self.close(kill=True)  # a device error may leave the process unusable
             raise CandidateFault(classify(raised=answer.kind, text=answer.text, words=words, ranges=ranges))
+        if isinstance(answer, Refused) and answer.spent:
+            self.close(kill=True)
         return answer
 
     def _receive(self, seconds: float) -> Any:

@@ -145,6 +145,9 @@ class Run:
         fill: name of the pattern in memory that the candidate does not own.
         seed: of the order in which buffers lie in the worker's arena.
         thorough: fill also what C++ code allocates.
+        earlier: calls that differ in nothing but contents, which the same buffers hold before, one after the other. On
+            a GPU the first one is captured as a graph, and the others and this call are replays of it.
+        launch: name of the change of every Triton launch (see `dsv4dbg.bisect.launches`), or ''.
     """
 
     call: PackedCall
@@ -154,6 +157,8 @@ class Run:
     fill: str = "nan"
     seed: int = 0
     thorough: bool = False
+    earlier: tuple[PackedCall, ...] = ()
+    launch: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,16 +174,23 @@ class Ran:
 
     Attributes:
         used: bytes of the memory file up to here are taken.
+        launches: how many Triton launches were made otherwise than asked for.
     """
 
     results: Mapping[str, Any]
     used: int
     damage: tuple[str, ...]
     seconds: float
+    launches: int = 0
 
 
 @dataclass(frozen=True)
 class Refused:
-    """From a worker: the implementation does not support this call."""
+    """From a worker: the implementation does not support this call, or not to be run in this way.
+
+    Attributes:
+        spent: the process may be of no further use.
+    """
 
     reason: str
+    spent: bool = False

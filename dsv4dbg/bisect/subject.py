@@ -7,8 +7,8 @@ and has results judged. It never learns which candidate that is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,10 +54,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Results:
-    """One run's outputs and mutated caches, in shared memory, and what the guards saw."""
+    """One run's outputs and mutated caches, in shared memory, and what the guards saw.
+
+    Attributes:
+        launches: how many Triton launches were made otherwise than asked for.
+    """
 
     values: Mapping[str, Any]
     damage: tuple[str, ...]
+    launches: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -120,45 +125,61 @@ class Subject:
                 return f"returned {name} as {_form(got)}, the op yields {_form(value)}"
         return ""
 
+    @property
+    def previous(self) -> Call | None:
+        """The call that the worker ran before this one."""
+        return self.before and self._memory.call(self.before)
+
     def run(
-        self, call: Call | None = None, *, fill: str = "nan", seed: int = 0, thorough: bool = False, alone: bool = False
-    ) -> Results:
+        self, call: Call | None = None, *, fill: str = "nan", seed: int = 0, thorough: bool = False,
+        alone: bool = False, earlier: Sequence[Call] = (), launch: str = "",
+    ) -> Results:  # fmt: skip
         """Run the candidate.
 
         Args:
             call: a derived call (default: the subject's own).
             fill, seed, thorough: of the memory around its buffers, and of what it allocates.
             alone: in a fresh process with launches one by one.
+            earlier: what its buffers hold before (see `protocol.Run`).
+            launch: a name of `launches.CHANGES`.
 
         Raises:
             NotSupported: with the candidate's reason.
             CandidateFault: it did not end with results.
         """
-        packed = self._packed if call is None else self._frame.pack_call(call)
+        before = tuple(self._pack(other) for other in earlier)
+        request = self._request(self._pack(call or self.call), fill, seed, thorough, before, launch)
         if not alone:
-            return self._ask(self._worker, packed, fill, seed, thorough)
+            return self._ask(self._worker, request)
         worker = self._alone()
         try:
-            return self._ask(worker, packed, fill, seed, thorough)
+            return self._ask(worker, request)
         finally:
             worker.close()
 
     def after(self, packed: PackedCall) -> Results:
         """Run the candidate on another call first, and then on this one, in one process."""
-        self._ask(self._worker, packed)
+        self._ask(self._worker, self._request(packed))
         return self.run()
 
-    def _ask(
-        self, worker: Worker, packed: PackedCall, fill: str = "nan", seed: int = 0, thorough: bool = False
-    ) -> Results:
-        answer = worker.run(Run(packed, self._candidate, self._frame.begin, self._frame.end, fill, seed, thorough))
+    def _pack(self, call: Call) -> PackedCall:
+        """A derived call shares what it did not change with the subject's own."""
+        own = self.call.args
+        args = {n: self._packed.args[n] if v is own[n] else self._frame.pack(v) for n, v in call.args.items()}
+        return replace(self._packed, args=args)
+
+    def _request(self, packed: PackedCall, *how: Any) -> Run:
+        return Run(packed, self._candidate, self._frame.begin, self._frame.end, *how)
+
+    def _ask(self, worker: Worker, request: Run) -> Results:
+        answer = worker.run(request)
         if isinstance(answer, Refused):
             raise NotSupported(answer.reason)
         assert isinstance(answer, Ran)
         self.clock.candidate += answer.seconds
         values = self._memory.values(answer.results)
         self._frame.begin = answer.used
-        return Results(values, answer.damage)
+        return Results(values, answer.damage, answer.launches)
 
     def reference_of(self, call: Call) -> dict[str, Any]:
         """The reference's results on a derived call, computed here on the CPU."""

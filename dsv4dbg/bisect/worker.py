@@ -12,12 +12,16 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsv4dbg.bisect.capturing import NotCapturable, captured
 from dsv4dbg.bisect.guards import Arena, unwritten
+from dsv4dbg.bisect.guards import Placed as Placement
+from dsv4dbg.bisect.launches import launched
 from dsv4dbg.bisect.protocol import Failed, Hello, Placed, Ran, Ready, Refused, Run
 from dsv4dbg.bisect.shared import Frame, Memory
 from dsv4dbg.bisect.walker import interpret, on_device
@@ -44,24 +48,40 @@ class Bench:
     prepared: dict[tuple[str, str], Any]
 
     def run(self, request: Run, connection: Any) -> Ran | Refused:
-        call = self.memory.call(request.call)
+        *earlier, call = (self.memory.call(packed) for packed in (*request.earlier, request.call))
         implementation = registry().implementation(call.op.name, request.implementation)
         reason = implementation.why_not(self.device, self.arch, {**call.args, "numerics": call.numerics})
+        if reason is None and request.launch and self.device.type == "cpu":
+            reason = "Triton's interpreter has no warps or stages"
         if reason is not None:
             return Refused(reason)
-        placed = self.arena.place(call, self.device, request.fill, request.seed)
+
+        def place(call: Call) -> Placement:
+            return self.arena.place(call, self.device, request.fill, request.seed)
+
+        placed = place(earlier[0] if earlier else call)
         if self.device.type != "cpu":  # a CPU's signal names no address
             connection.send(Placed(tuple(placed.ranges())))
-        kwargs = self._arguments(placed.call, call, implementation)
-        with torch.inference_mode(), unwritten(request.fill, request.thorough):
+        function = partial(implementation.function, **self._arguments(placed.call, call, implementation))
+        guarded = unwritten(request.fill, request.thorough)
+        with torch.inference_mode(), guarded, launched(request.launch) as otherwise:
+            if earlier:
+                try:
+                    function = captured(function, self.device)
+                except NotCapturable as error:
+                    return Refused(f"it cannot be captured as a graph: {error}", spent=True)
+                for other in earlier[1:]:
+                    place(other)
+                    function()
+                placed = place(call)
             begin = self._now()
-            result = implementation.function(**kwargs)
+            result = function()
             seconds = self._now() - begin
         outputs = _outputs(call.op, implementation, result)
         damage = tuple(found.sentence for found in placed.damage())
         frame = Frame(self.memory, request.begin, request.end)
         results = frame.pack_all({**outputs, **{name: placed.call.args[name] for name in call.op.mutates}})
-        return Ran(results, frame.begin, damage, seconds)
+        return Ran(results, frame.begin, damage, seconds, len(otherwise))
 
     def _arguments(self, placed: Call, call: Call, implementation: Implementation) -> dict[str, Any]:
         kwargs = dict(placed.args)

@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 import triton
 from triton import knobs
+from triton.compiler.compiler import make_backend
+from triton.errors import TritonError
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -143,6 +145,40 @@ class Launch:
     grid: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+@contextmanager
+def launching(change: Callable[[Mapping[str, int]], Mapping[str, int]]) -> Iterator[list[str]]:
+    """Inside, kernels are launched with other options; yields the names of those that were, in order.
+
+    A launch that the compiler or the device does not take in the other form is made as it was asked for.
+
+    Args:
+        change: gets ``num_warps`` and ``num_stages`` of a launch and returns those that are to differ.
+    """
+    otherwise: list[str] = []
+
+    def launch(run: Callable[..., Any], kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = change({name: kwargs.get(name, default) for name, default in _default_options().items()})
+        if changed:
+            try:
+                result = run(kernel, *args, **{**kwargs, **changed})
+            except (TritonError, RuntimeError):
+                pass
+            else:
+                otherwise.append(kernel.fn.__name__)
+                return result
+        return run(kernel, *args, **kwargs)
+
+    with _running(launch):
+        yield otherwise
+
+
+def _default_options() -> dict[str, int]:
+    """Options of a launch that names none, on the device at hand."""
+    target: Any = triton.runtime.driver.active.get_current_target()
+    options: Any = make_backend(target).parse_options({})
+    return {"num_warps": options.num_warps, "num_stages": options.num_stages}
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_right_candidates_are_clean(request_: Request, tmp_path: Path) -> None:
     assert len(result.trials) == len(seen.trials)
     assert {t.check for t in result.tested} == {
         "differential", "invariants", "repeatability", "fresh-process", "guards", "block-permutation",
-        "serial-equivalence", "batch-invariance",
+        "serial-equivalence", "batch-invariance", "graph-replay",
     }  # fmt: skip
 
 
