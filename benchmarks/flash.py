@@ -6,18 +6,22 @@ Large tensors are drawn on the device itself: random bytes where the checkpoint 
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from dsv4dbg.errors import DbgError
 from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.model.batch import Chunk, Step
 from dsv4dbg.model.checkpoint import Checkpoint
 from dsv4dbg.model.config import ModelConfig
 from dsv4dbg.model.model import Model
-from dsv4dbg.model.run import Session
+from dsv4dbg.model.run import Session, open_device
 from dsv4dbg.model.synthetic import SPREADS, Synthetic, wide_config
 from dsv4dbg.model.weights import ModelWeights
 from dsv4dbg.plan import Plan
@@ -25,6 +29,25 @@ from dsv4dbg.plan import Plan
 LARGE = 1 << 20  # elements from which a tensor is drawn on the device
 DRAWN_AT_ONCE = 1 << 26  # elements
 TINY = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 128, "o_groups": 2, "n_routed_experts": 8}
+
+
+def command_line(description: str | None) -> tuple[torch.device, bool, Path | None]:
+    """Device, whether the model is the tiny one, and the file for the rows."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", choices=("flash", "tiny"), help="tiny: to try the script, and the default on a CPU")
+    parser.add_argument("--json", type=Path, help="write the rows to this file too")
+    options = parser.parse_args()
+    try:
+        device = open_device(options.device)
+    except DbgError as error:
+        parser.error(str(error))
+    tiny = (options.sizes or ("tiny" if device.type == "cpu" else "flash")) == "tiny"
+    if tiny or device.type == "cpu":
+        print(
+            "a try with a small model, or on a CPU in Triton's interpreter: the numbers mean nothing", file=sys.stderr
+        )
+    return device, tiny, options.json
 
 
 def flash_config(tiny: bool = False) -> ModelConfig:
@@ -80,15 +103,16 @@ def session(model: Model, device: torch.device, plan: Plan, sequences: int, toke
     return Session(model, max_tokens=[tokens + room] * sequences, step_tokens=tokens, device=device, plan=plan)
 
 
-def prompt(model: Model, tokens: int, seed: int = 0) -> tuple[int, ...]:
+def prompt(config: ModelConfig, tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Random token ids."""
     random = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(model.config.vocab_size, (tokens,), generator=random).tolist())
+    return tuple(torch.randint(config.vocab_size, (tokens,), generator=random).tolist())
 
 
 def prefill(run: Session, tokens: int) -> None:
     """Every sequence's prompt, one sequence per step."""
     for sequence in range(len(run.manager.lengths)):
-        run.step(Step(f"prefill{sequence}", (Chunk(sequence, prompt(run.model, tokens, sequence)),)))
+        run.step(Step(f"prefill{sequence}", (Chunk(sequence, prompt(run.model.config, tokens, sequence)),)))
 
 
 def decode_step(run: Session, number: int) -> Step:

@@ -1,63 +1,66 @@
 """A forward of four layers at Flash shapes: PyTorch reference, Triton kernels, Hugging Face transformers, in one run.
 
     python benchmarks/forward.py --device cuda
-    python benchmarks/forward.py --device cpu --tiny            # a try: its numbers mean nothing
+    python benchmarks/forward.py --device cpu --sizes tiny      # a try: its numbers mean nothing
 
 Two window-only layers, one CSA, one HCA, seeded weights. ``quantised``: FP8 linears and MXFP4 experts, as the
 checkpoint has them. ``bf16``: the weights of the transformers model, which has no others; reference and kernels run on
-the very same tensors. Prefill of one prompt in one piece and a decode step after it, the best of several runs; logits
-of the last row only.
+the same values, in the official numerics, which the kernels are made for: transformers' differ in roundings. Prefill
+of one prompt in one piece and a decode step after it, the best of several runs; logits of the last row only. An op
+that has no kernel runs on the reference, which is said. Without transformers, or without memory for its model, the
+quantised part is measured all the same.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from flash import decode_step, flash_config, flash_model, prompt, seconds, session
+from flash import command_line, decode_step, flash_config, flash_model, prompt, seconds, session
 
-from dsv4dbg.kernels.numerics import HF
+from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.model.batch import Chunk, Step
 from dsv4dbg.model.checkpoint import Checkpoint
 from dsv4dbg.model.config import ModelConfig
 from dsv4dbg.model.environment import environment
 from dsv4dbg.model.model import Model
-from dsv4dbg.model.run import open_device
+from dsv4dbg.model.run import Session
 from dsv4dbg.model.weights import ModelWeights
 from dsv4dbg.plan import Plan
 
-PLANS = {"torch reference": Plan(), "triton": Plan.parse("*=triton")}
 KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-SLOW = 20.0  # seconds after which a run is not repeated
+REFERENCE, TRITON, THEIRS = "torch reference", "triton", "transformers eager"
+PLANS = {REFERENCE: Plan(), TRITON: Plan.parse("*=triton")}
+RUNS = 6  # the first one compiles
+BUDGET = 10.0  # seconds after which a run is not repeated
+
+Times = tuple[float, float]
+"""Milliseconds of a prefill, and of a decode step after it."""
 
 
-def best(make: Callable[[], Callable[[], object]], device: torch.device, runs: int) -> float:
-    """Milliseconds of the fastest of several runs after one that compiles; every run gets what ``make`` prepares."""
-    times = []
-    for _ in range(1 + runs):
+def best(make: Callable[[], Callable[[], object]], device: torch.device) -> float:
+    """Milliseconds of the fastest of several runs; every run gets what ``make`` prepares."""
+    times = list[float]()
+    while len(times) < (RUNS if device.type == "cuda" else 1) and sum(times) < BUDGET:
         times.append(seconds(make(), device))
-        if times[-1] > SLOW:
-            break
     return min(times) * 1e3
 
 
-def ours(model: Model, device: torch.device, plan: Plan, tokens: int, runs: int) -> tuple[float, float]:
-    """Milliseconds of a prefill, and of a decode step after it."""
-    ids = prompt(model, tokens)
+def ours(model: Model, device: torch.device, plan: Plan, tokens: int) -> tuple[Times, list[str]]:
+    """Times, and the ops that the plan has no implementation for, so that the reference ran."""
+    ids, runs = prompt(model.config, tokens), list[Session]()
 
     def fresh() -> Callable[[], object]:
-        run = session(model, device, plan, 1, tokens)
-        return lambda: run.step(Step("prefill0", (Chunk(0, ids),)))
+        runs[:] = [session(model, device, plan, 1, tokens)]
+        return lambda: runs[0].step(Step("prefill0", (Chunk(0, ids),)))
 
-    run = session(model, device, plan, 1, tokens)
-    run.step(Step("prefill0", (Chunk(0, ids),)))
-    return best(fresh, device, runs), best(lambda: lambda: run.step(decode_step(run, 0)), device, runs)
+    prefill = best(fresh, device)
+    step = best(lambda: lambda: runs[0].step(decode_step(runs[0], 0)), device)
+    return (prefill, step), sorted(op for op, _ in runs[0].ops.fallbacks)
 
 
 def transformers_model(config: ModelConfig, device: torch.device) -> Any:
@@ -86,6 +89,7 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
         },
     )  # fmt: skip
     sizes._attn_implementation = sizes._experts_implementation = "eager"
+    torch.manual_seed(1)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -102,63 +106,83 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     return model
 
 
-def theirs(model: Any, device: torch.device, ids: tuple[int, ...], runs: int) -> tuple[float, float]:
-    """Milliseconds of a prefill, and of a decode step after it, with transformers' own cache."""
+def theirs(model: Any, device: torch.device, ids: tuple[int, ...]) -> Times:
+    """Times with transformers' own cache."""
     from transformers import DynamicCache
 
-    whole = torch.tensor([ids], device=device)
+    whole, caches = torch.tensor([ids], device=device), list[Any]()
 
-    def forward(tokens: torch.Tensor, cache: Any) -> Any:
-        return model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
+    def forward(tokens: torch.Tensor) -> Any:
+        return model(input_ids=tokens, cache=caches[0], use_cache=True, logits_to_keep=1)
 
-    cache = DynamicCache(config=model.config)
-    forward(whole, cache)
-    step = best(lambda: lambda: forward(whole[:, :1], cache), device, runs)
-    return best(lambda: lambda: forward(whole, DynamicCache(config=model.config)), device, runs), step
+    def fresh() -> Callable[[], object]:
+        caches[:] = [DynamicCache(config=model.config)]
+        return lambda: forward(whole)
+
+    prefill = best(fresh, device)
+    return prefill, best(lambda: lambda: forward(whole[:, :1]), device)
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to try the script")
-    parser.add_argument("--json", type=Path, help="write the times to this file too")
-    options = parser.parse_args()
-    device = open_device(options.device)
-    tiny = options.tiny or device.type == "cpu"
-    if device.type == "cpu":
-        print("a CPU runs a small model in Triton's interpreter: these numbers mean nothing", file=sys.stderr)
-    lengths, runs = ((48,), 1) if tiny else ((4096, 8192), 5)
-    found: dict[tuple[str, int], tuple[float, float]] = {}
+Found = tuple[str, str, int, Times]
+"""What ran, on which weights, tokens, times."""
 
-    def note(what: str, tokens: int, times: tuple[float, float]) -> None:
-        found[what, tokens] = times
-        print(f"{what:<28} {tokens:6} tokens: prefill {times[0]:9.1f} ms, decode step {times[1]:8.2f} ms", flush=True)
 
-    quantised = flash_model(device, tiny)
-    for tokens in lengths:
-        for name, plan in PLANS.items():
-            note(f"{name}, quantised", tokens, ours(quantised, device, plan, tokens, runs))
-    del quantised
+def quantised(device: torch.device, tiny: bool, lengths: tuple[int, ...]) -> Iterator[Found]:
+    yield from on_plans(flash_model(device, tiny), device, "quantised", lengths)
+
+
+def plain(device: torch.device, tiny: bool, lengths: tuple[int, ...]) -> Iterator[Found]:
+    """transformers, and then ours on its weights."""
     if importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: nothing to compare with")
         return
     hf = transformers_model(flash_config(tiny), device)
     config = ModelConfig.from_json(hf.config.to_dict())
-    shared = Checkpoint.from_state_dict(config, hf.state_dict())
-    model = Model(config, ModelWeights(shared, device), HF)
+    for tokens in lengths:  # before ours, whose own copies of gate and up take memory too
+        yield THEIRS, "bf16", tokens, theirs(hf, device, prompt(config, tokens))
+    weights = ModelWeights(Checkpoint.from_state_dict(config, hf.state_dict()), device)
+    yield from on_plans(Model(config, weights, OFFICIAL), device, "bf16", lengths)
+
+
+def on_plans(model: Model, device: torch.device, weights: str, lengths: tuple[int, ...]) -> Iterator[Found]:
     for tokens in lengths:
-        note("transformers eager, bf16", tokens, theirs(hf, device, prompt(model, tokens), runs))
         for name, plan in PLANS.items():
-            note(f"{name}, bf16", tokens, ours(model, device, plan, tokens, runs))
-        eager = found["transformers eager, bf16", tokens]
-        for what in ("triton, quantised", "triton, bf16", "torch reference, bf16"):
-            mine = found[what, tokens]
-            ratios = f"prefill {eager[0] / mine[0]:.2f}, decode {eager[1] / mine[1]:.2f}"
-            print(f"  {what} is faster than transformers by a factor of: {ratios}")
-    if options.json:
-        rows = [{"what": w, "tokens": t, "prefill_ms": p, "decode_ms": d} for (w, t), (p, d) in found.items()]
-        options.json.write_text(json.dumps({"rows": rows, "environment": environment(device)}, default=str, indent=1))
+            times, fallbacks = ours(model, device, plan, tokens)
+            if fallbacks:
+                print(f"{name}, {weights}, {tokens} tokens: on the reference: {', '.join(fallbacks)}")
+            yield name, weights, tokens, times
+
+
+def show(found: list[Found]) -> None:
+    """A table with every time beside the reference's on the same weights, and beside transformers'."""
+    known = {(what, weights, tokens): times for what, weights, tokens, times in found}
+    print(
+        f"{'':<18} {'weights':<10} {'tokens':>6} {'prefill ms':>11} {'decode ms':>10}  how many times as fast as, prefill/decode"
+    )
+    for what, weights, tokens, times in sorted(found, key=lambda f: f[2]):
+        beside = ""
+        for other, kind in ((REFERENCE, weights), (THEIRS, "bf16")):
+            base = known.get((other, kind, tokens))
+            if base and what != other:
+                beside += f"  {other} {base[0] / times[0]:.2f}/{base[1] / times[1]:.2f}"
+        print(f"{what:<18} {weights:<10} {tokens:6} {times[0]:11.1f} {times[1]:10.2f}{beside}")
+
+
+@torch.inference_mode()
+def main() -> None:
+    device, tiny, file = command_line(__doc__)
+    lengths, found = (24,) if tiny else (4096, 8192), list[Found]()
+    for part in (quantised, plain):
+        try:
+            for row in part(device, tiny, lengths):
+                print(f"{row[0]}, {row[1]}, {row[2]} tokens: done", file=sys.stderr)
+                found.append(row)
+        except torch.OutOfMemoryError as error:
+            print(f"the rest of {part.__name__} does not fit this device: {str(error).splitlines()[0]}")
+    show(found)
+    if file:
+        rows = [{"what": w, "weights": k, "tokens": n, "prefill_ms": t[0], "decode_ms": t[1]} for w, k, n, t in found]
+        file.write_text(json.dumps({"rows": rows, "environment": environment(device)}, default=str, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,27 @@
 """Time of every op's kernels at Flash shapes, beside what the machine can do and beside the PyTorch reference.
 
     python benchmarks/kernels.py --device cuda                  # minutes on a data-centre GPU
-    python benchmarks/kernels.py --device cpu --tiny            # a try: its numbers mean nothing
+    python benchmarks/kernels.py --device cpu --sizes tiny      # a try: its numbers mean nothing
 
 A forward of four layers (two window-only, one CSA, one HCA) is run on the kernels, and the largest call that every op
 gets is timed: prefill of 4,096 and 8,192 tokens, decode of 1, 16 and 64 sequences with 8,192 tokens of context. In the
-same run: a large copy, and the best rate of a bf16 library matmul. ``bytes`` are those that must move once (of caches
-and tables the rows that are pointed to, of experts those that are chosen); ``share`` is the larger of bytes over the
-copy's rate and operations over the matmul's rate, as part of the time taken.
+same run: a large copy, and the best rates of bf16 and FP8 library matmuls. ``bytes`` are those that must move once (of
+caches and tables the rows that are pointed to, of experts those that are chosen); ``share`` is the larger of bytes over
+the copy's rate and operations over the bf16 matmul's rate, as part of the time taken. Every time is a median of device
+events, with the caches flushed before each run: of 20 runs, or of fewer (three at least) where they take over a second.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from flash import decode_step, flash_model, prefill, prompt, seconds, session
+from flash import command_line, decode_step, flash_model, prefill, prompt, seconds, session
 
 from dsv4dbg.bisect.derive import owned_entries
 from dsv4dbg.kernels.contract import Op
@@ -31,15 +31,15 @@ from dsv4dbg.kernels.table import Call, device_arch
 from dsv4dbg.model.batch import Chunk, Step
 from dsv4dbg.model.environment import environment
 from dsv4dbg.model.model import Model
-from dsv4dbg.model.run import open_device
 from dsv4dbg.plan import REFERENCE, Plan
 from dsv4dbg.site import Site
 
-RUNS = 20  # timed runs of a kernel; the reference gets 3
-FLUSH = 512 << 20  # bytes written between runs, so that no run finds its inputs in a cache
+RUNS = 20  # timed runs
+SECONDS = 1.0  # for them all; three are made in any case
+FLUSH = 2 << 30  # bytes written between runs: no cache holds them, and a launch takes the host less time than they take
 COPY = 2 << 30  # bytes of the copy
 LOOK_UPS = {"embed": "ids", "hash_router": "token_ids"}  # ops that read the rows of a vocabulary that these name
-SLOW = 5.0  # seconds after which a reference is not run again
+SLOW = 2.0  # seconds after which a call is not made again
 
 
 @dataclass(frozen=True)
@@ -136,18 +136,16 @@ class Timer:
         self.device = device
         self._flush = torch.empty(FLUSH if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
 
-    def __call__(self, function: Callable[[], object], runs: int = RUNS) -> float:
-        """Median microseconds."""
+    def __call__(self, function: Callable[[], object]) -> float:
+        """Median microseconds, after a first run that does not count unless it is slow, or on a CPU."""
         first = seconds(function, self.device)
-        if first > SLOW:
+        if first > SLOW or self.device.type != "cuda":
             return first * 1e6
-        times = sorted(self._once(function) for _ in range(runs if self.device.type == "cuda" else 1))
-        return times[len(times) // 2]
+        runs = max(3, min(RUNS, int(SECONDS / seconds(function, self.device))))
+        return median(self._once(function) for _ in range(runs))
 
     def _once(self, function: Callable[[], object]) -> float:
         self._flush.zero_()
-        if self.device.type != "cuda":
-            return seconds(function, self.device) * 1e6
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         function()
@@ -156,16 +154,39 @@ class Timer:
         return begin.elapsed_time(end) * 1e3
 
 
-def machine(timer: Timer, tiny: bool) -> tuple[float, float]:
-    """Bytes per second of a copy (read and written), operations per second of the best bf16 matmul."""
+@dataclass(frozen=True)
+class Machine:
+    """What the device does in this run: bytes (read and written) and operations per second; None: no such matmul."""
+
+    copy: float
+    matmul: float
+    fp8_matmul: float | None
+
+
+def machine(timer: Timer, tiny: bool) -> Machine:
+    """Rates of a copy, and of the best library matmul of several sizes."""
     source = torch.zeros((COPY if not tiny else 1 << 24) // 2, dtype=torch.bfloat16, device=timer.device)
     target = torch.empty_like(source)
     copy = 2 * source.numel() * 2 / (timer(lambda: target.copy_(source)) * 1e-6)
-    rates = []
+    rates, fp8_rates = [], []
     for size in (256,) if tiny else (4096, 8192, 16384):
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=timer.device) for _ in range(2))
         rates.append(2 * size**3 / (timer(lambda a=a, b=b: a @ b) * 1e-6))
-    return copy, max(rates)
+        if us := fp8_matmul(timer, a, b):
+            fp8_rates.append(2 * size**3 / (us * 1e-6))
+    return Machine(copy, max(rates), max(fp8_rates, default=None))
+
+
+def fp8_matmul(timer: Timer, a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Microseconds of a product in FP8 with one scale for each side; None if the library has none for this device."""
+    one = torch.ones((), device=a.device)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):  # gfx942 has the second only
+        left, right = a.to(dtype), b.to(dtype).t()
+        try:
+            return timer(lambda x=left, y=right: torch.ops.aten._scaled_mm(x, y, one, one, out_dtype=torch.bfloat16))
+        except (RuntimeError, ValueError):
+            continue
+    return None
 
 
 def runner(call: Call, implementation: Implementation) -> Callable[[], object]:
@@ -178,31 +199,48 @@ def runner(call: Call, implementation: Implementation) -> Callable[[], object]:
 
 
 def measure(
-    op: Op, size: str, call: Call, outputs: Mapping[str, torch.Tensor], timer: Timer, rates: tuple[float, float]
-) -> Row | None:
-    """Time an op's Triton kernels and its reference on one call; None if there are no kernels for it."""
+    op: Op, size: str, call: Call, outputs: Mapping[str, torch.Tensor], timer: Timer, rates: Machine
+) -> Row | str:
+    """Time an op's Triton kernels and its reference on one call; or the reason why there are no kernels for it."""
     fast = registry().find(op.name, "triton")
-    if fast is None or fast.why_not(timer.device, device_arch(timer.device), {**call.args, "numerics": call.numerics}):
-        return None
+    if fast is None:
+        return "has no kernels"
+    seen = {**call.args, "numerics": call.numerics}
+    if reason := fast.why_not(timer.device, device_arch(timer.device), seen):
+        return reason
     us = timer(runner(call, fast))
-    reference = timer(runner(call, registry().implementation(op.name, REFERENCE)), 3)
+    reference = timer(runner(call, registry().implementation(op.name, REFERENCE)))
     amount = moved(call, outputs)
     operations = OPERATIONS[op.name](call) if op.name in OPERATIONS else 0
-    parts = {"copy": amount / rates[0], "matmul": operations / rates[1]}
+    parts = {"copy": amount / rates.copy, "matmul": operations / rates.matmul}
     bound = max(parts, key=lambda name: parts[name])
     return Row(op.name, size, us, reference, amount, operations, bound, parts[bound] / (us * 1e-6))
 
 
-def sizes(model: Model, device: torch.device, tiny: bool) -> list[tuple[str, Callable[[Largest], None]]]:
-    """Names of sizes, and what runs a forward of each with a listener."""
-    plan = Plan.parse("*=triton")
-    context = 256 if tiny else 8192
+def apart(model: Model, device: torch.device, tokens: int) -> Iterator[Call]:
+    """Calls of the ops that the forward does not make: other stacks do."""
+    config, ops = model.config, registry().ops
+    heads = (tokens, config.num_attention_heads)
+    o_a, o_b = (torch.randn(*heads, config.head_dim, device=device).to(torch.bfloat16) for _ in range(2))
+    lse_a, lse_b = (torch.randn(heads, device=device) for _ in range(2))
+    x = torch.randn(tokens, config.hidden_size, device=device).to(torch.bfloat16)
+    for name, args in (
+        ("act_quant", {"x": x, "group": 128, "dialect": "ocp"}),
+        ("merge_attn_states", {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b, "sink": lse_a[0]}),
+    ):
+        yield Call(Site(name, name), ops[name], REFERENCE, ops[name].bind((), args), model.numerics)
+
+
+def sizes(model: Model, device: torch.device, tiny: bool) -> list[tuple[str, int, Callable[[Largest], None]]]:
+    """Names of sizes, the tokens of a step, and what runs a forward of each with a listener."""
+    plan = Plan() if device.type == "cpu" else Plan.parse("*=triton")  # the same calls, whichever runs them
+    context = 144 if tiny else 8192
 
     def prefilled(tokens: int) -> Callable[[Largest], None]:
         def run(listener: Largest) -> None:
             one = session(model, device, plan, 1, tokens)
             one.listen(listener)
-            one.step(Step("prefill0", (Chunk(0, prompt(model, tokens)),)))
+            one.step(Step("prefill0", (Chunk(0, prompt(model.config, tokens)),)))
 
         return run
 
@@ -215,15 +253,17 @@ def sizes(model: Model, device: torch.device, tiny: bool) -> list[tuple[str, Cal
 
         return run
 
-    prefills, batches = ((128, 256), (1, 2)) if tiny else ((4096, 8192), (1, 16, 64))
+    prefills, batches = ((32, 144), (1, 2)) if tiny else ((4096, 8192), (1, 16, 64))
     return [
-        *((f"decode {b} at {context}", decoded(b)) for b in batches),
-        *((f"prefill {tokens}", prefilled(tokens)) for tokens in prefills),
+        *((f"decode {b} at {context}", b, decoded(b)) for b in batches),
+        *((f"prefill {tokens}", tokens, prefilled(tokens)) for tokens in prefills),
     ]
 
 
-def show(rows: list[Row], rates: tuple[float, float]) -> None:
-    print(f"copy {rates[0] / 1e12:.2f} TB/s (read + written), bf16 matmul {rates[1] / 1e12:.0f} TFLOP/s, in this run")
+def show(rows: list[Row], rates: Machine) -> None:
+    fp8 = "none" if rates.fp8_matmul is None else f"{rates.fp8_matmul / 1e12:.0f} TFLOP/s"
+    print(f"in this run: copy {rates.copy / 1e12:.2f} TB/s (read + written), ", end="")
+    print(f"bf16 matmul {rates.matmul / 1e12:.0f} TFLOP/s, FP8 matmul {fp8}")
     print(f"{'op':<22} {'size':<20} {'us':>10} {'MB':>9} {'GFLOP':>9}  {'share of':<14} {'torch / ours':>12}")
     for row in sorted(rows, key=lambda r: (r.op, r.size)):
         share = f"{row.share:6.0%} {row.bound}"
@@ -235,29 +275,29 @@ def show(rows: list[Row], rates: tuple[float, float]) -> None:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to try the script")
-    parser.add_argument("--json", type=Path, help="write the rows to this file too")
-    options = parser.parse_args()
-    device = open_device(options.device)
-    if device.type == "cpu":
-        options.tiny = True
-        print("a CPU runs a small model in Triton's interpreter: these numbers mean nothing", file=sys.stderr)
-    timer, rows = Timer(device), list[Row]()
-    model = flash_model(device, options.tiny)
-    rates = machine(timer, options.tiny)
-    for size, run in sizes(model, device, options.tiny):
+    device, tiny, file = command_line(__doc__)
+    timer, rows, reasons = Timer(device), list[Row](), dict[str, str]()
+    print("weights, copy and matmul ...", file=sys.stderr)
+    model = flash_model(device, tiny)
+    rates = machine(timer, tiny)
+    for size, tokens, run in sizes(model, device, tiny):
         print(f"{size} ...", file=sys.stderr)
         largest = Largest()
         run(largest)
+        for call in apart(model, device, tokens):
+            largest.after(call, call.op.name_outputs(call.op.reference(**call.args)))
         for name, (call, outputs) in largest.calls.items():
             row = measure(call.op, size, replace(call, site=Site(name, name)), outputs, timer, rates)
-            rows += [row] if row else []
+            if isinstance(row, Row):
+                rows.append(row)
+            else:
+                reasons[name] = row
     show(rows, rates)
-    if options.json:
-        found = {"copy": rates[0], "matmul": rates[1], "environment": environment(device)}
-        options.json.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, default=str, indent=1))
+    for name in sorted({*registry().ops} - {row.op for row in rows}):
+        print(f"not timed: {name}, {reasons.get(name, 'which this forward does not call')}")
+    if file:
+        found = {**asdict(rates), "environment": environment(device), "rows": [asdict(row) for row in rows]}
+        file.write_text(json.dumps(found, default=str, indent=1))
 
 
 if __name__ == "__main__":
