@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4dbg.kernels.paged import Cache
+from dsv4dbg.kernels.paged import Cache, field_rows
 from dsv4dbg.kernels.table import Call
 
 Back = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -45,13 +45,15 @@ def other_contents(call: Call, other: Call | None) -> Call | None:
     """The call with other contents in buffers of the same form: dtypes, shapes and strides.
 
     Weights, tables and scalars stay. Everything else is that of ``other``, a call of the same op, if it has the form,
-    or else every second channel of the floats is halved; where tokens can be reordered, they come in reversed order.
+    or else every second channel of the floats is halved, and what slots of a cache hold that is only read moves by one
+    slot; where tokens can be reordered, they come in reversed order.
     """
     changing = [n for n, a in call.op.args.items() if a.kind in ("tensor", "cache") and call.args[n] is not None]
     if other is not None and _same_form(call, other):
         changed = _with(call, {name: other.args[name] for name in changing})
     else:
-        changed = _with(call, {n: _halved(v) for n in changing if isinstance(v := call.args[n], torch.Tensor)})
+        floats = {n: _halved(v) for n in changing if isinstance(v := call.args[n], torch.Tensor)}
+        changed = _with(call, floats | {n: _turned(call, n) for n in caches_of(call) if n not in call.op.mutates})
     if not call.op.mutates and (tokens := tokens_of(changed)):
         changed = keep_tokens(changed, range(tokens)[::-1]) or changed
     args = {name: _formed(changed.args[name], call.args[name]) for name in changing}
@@ -83,6 +85,17 @@ def _halved(value: torch.Tensor) -> torch.Tensor:
     halves = value.to(torch.float32, copy=True)
     halves[..., ::2] /= 2
     return halves.to(value.dtype)
+
+
+def _turned(call: Call, name: str) -> Cache:
+    """A cache whose records that the call points to are one place further; with pages named as a whole, the same."""
+    cache = call.args[name]
+    if any(pointer.unit == "page" for pointer in call.op.args[name].pointers):
+        return cache
+    turned, entries = replace(cache, data=cache.data.clone()), owned_entries(call, name).nonzero(as_tuple=True)
+    for to, rows in zip(field_rows(turned), field_rows(cache), strict=True):
+        to[entries] = rows[entries].roll(1, 0)
+    return turned
 
 
 def _formed(value: Any, like: Any) -> Any:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,13 @@ class Bench:
         placed = place(earlier[0] if earlier else call)
         if self.device.type != "cpu":  # a CPU's signal names no address
             connection.send(Placed(tuple(placed.ranges())))
-        function = partial(implementation.function, **self._arguments(placed.call, call, implementation))
-        guarded = unwritten(request.fill, request.thorough)
-        with torch.inference_mode(), guarded, launched(request.launch) as otherwise:
+        kwargs = self._arguments(placed.call, call, implementation)
+
+        def function() -> Any:
+            with torch.inference_mode(), unwritten(request.fill, request.thorough):
+                return implementation.function(**kwargs)
+
+        with launched(request.launch) as otherwise:
             if earlier:
                 try:
                     function = captured(function, self.device)
