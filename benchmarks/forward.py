@@ -156,9 +156,7 @@ def on_plans(model: Model, device: torch.device, weights: str, lengths: tuple[in
 def show(found: list[Found]) -> None:
     """A table with every time beside the reference's on the same weights, and beside transformers'."""
     known = {(what, weights, tokens): times for what, weights, tokens, times in found}
-    print(
-        f"{'':<18} {'weights':<10} {'tokens':>6} {'prefill ms':>11} {'decode ms':>10}  how many times as fast as, prefill/decode"
-    )
+    print(f"{'':<18} {'weights':<10} {'tokens':>6} {'prefill ms':>11} {'decode ms':>10}  times as fast as")
     for what, weights, tokens, times in sorted(found, key=lambda f: f[2]):
         beside = ""
         for other, kind in ((REFERENCE, weights), (THEIRS, "bf16")):
