@@ -17,7 +17,7 @@ STALE = "stale inputs (kept from an earlier call)"
 
 
 def graph_replay(subject: Subject) -> Outcome:
-    """Replayed three times with other contents in the same buffers, it computes on these and not on the first ones."""
+    """Replayed three times with changing contents of the same buffers, it computes on these, not on the first ones."""
     other = other_contents(subject.call, subject.previous)
     if other is None:
         return Outcome(Verdict.SKIPPED, "there is nothing else that the buffers of this call could hold")

@@ -146,7 +146,8 @@ class Run:
         seed: of the order in which buffers lie in the worker's arena.
         thorough: fill also what C++ code allocates.
         earlier: calls that differ in nothing but contents, which the same buffers hold before, one after the other. On
-            a GPU the first one is captured as a graph, and the others and this call are replays of it.
+            a GPU the first one is captured as a graph, and the others and this call are replays of it; a CPU runs the
+            first one and this call.
         launch: name of the change of every Triton launch (see `dsv4dbg.bisect.launches`), or ''.
     """
 
