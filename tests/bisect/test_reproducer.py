@@ -41,14 +41,27 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-@pytest.fixture
-def plugin(tmp_path: Path) -> Path:
-    """The plug-in and what it imports, in a directory of their own that is gone when the reproducer runs."""
-    folder = tmp_path / "kernels"
+def copied(folder: Path) -> Path:
+    """The plug-in and what it imports, in a directory of their own."""
     folder.mkdir()
     for name in ("lone_kernels.py", "lone_helper.py"):
         shutil.copyfile(HERE / name, folder / name)
     return folder / "lone_kernels.py"
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    return copied(tmp_path / "kernels")
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
+    """A reproducer of a kernel with one wrong element, whose own files are gone."""
+    folder = tmp_path_factory.mktemp("wrong")
+    plugin = copied(folder / "kernels")
+    found = written("wrong", "rms_norm", plugin, folder)
+    shutil.rmtree(plugin.parent)
+    return found
 
 
 def call_of(name: str, tokens: int) -> Call:
@@ -95,8 +108,7 @@ def test_packages_are_really_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "op", "mode", "words"),
     [
-        ("wrong", "rms_norm", "values", "of y is"),
-        ("wrong_triton", "rms_norm", "values", "of y is"),
+        pytest.param("wrong_triton", "rms_norm", "values", "of y is", marks=pytest.mark.slow),
         pytest.param("one_slot_on", "qnorm_rope_kv_insert", "values", "window_cache", marks=pytest.mark.slow),
         pytest.param("flaky", "rms_norm", "runs", "wrong: ", marks=pytest.mark.slow),
         pytest.param("unwritten", "rms_norm", "fills", "wrong: ", marks=pytest.mark.slow),
@@ -117,18 +129,38 @@ def test_it_shows_the_fault_on_its_own(name: str, op: str, mode: str, words: str
     assert found.finding["verdict"] in readme
 
 
-def test_it_is_small(plugin: Path, tmp_path: Path) -> None:
-    call = written("wrong", "rms_norm", plugin, tmp_path).call
-    assert len(call.args["x"]) == 1
+def test_wrong_results(wrong: Reproduced) -> None:
+    """Cut down to one token, it shows the fault where the tool is not installed."""
+    assert (wrong.failure.mode, wrong.confirmed, len(wrong.call.args["x"])) == ("values", True, 1)
+    ran = run(wrong.directory)
+    assert ran.returncode == 1, ran.stderr
+    assert "of y is" in ran.stdout
 
 
-@pytest.mark.parametrize(("name", "function"), [("wrong", "fixed"), ("wrong_triton", "fixed_triton")])
-def test_a_kernel_put_right_passes(name: str, function: str, plugin: Path, tmp_path: Path) -> None:
-    found = written(name, "rms_norm", plugin, tmp_path)
-    ran = run(found.directory, "--implementation", f"{plugin}:{function}")
+def test_a_kernel_put_right_passes(wrong: Reproduced, plugin: Path) -> None:
+    ran = run(wrong.directory, "--implementation", f"{plugin}:fixed")
     assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "right"), ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
+def test_a_triton_kernel_put_right_passes(plugin: Path, tmp_path: Path) -> None:
+    found = written("wrong_triton", "rms_norm", plugin, tmp_path)
+    ran = run(found.directory, "--implementation", f"{plugin}:fixed_triton")
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "right"), ran.stdout + ran.stderr
+
+
+def test_what_cannot_run_says_so(wrong: Reproduced, plugin: Path, tmp_path: Path) -> None:
+    for other, words in (
+        (f"{tmp_path}/none.py:f", "is not a file"),
+        (f"{plugin}:nothing", "has no function 'nothing'"),
+    ):
+        ran = run(wrong.directory, "--implementation", other)
+        assert ran.returncode == 2
+        assert words in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.slow
 def test_a_zoo_case(tmp_path: Path) -> None:
     call = call_of("moe_combine", 63)
     found = reproduce(tmp_path / "found", call, Hello("zoo:unwritten-row", (), "cpu"), {})
@@ -147,15 +179,3 @@ def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(DbgError, match="holds something already"):
         reproduce(tmp_path, call_of("rms_norm", 63), Hello("torch", (), "cpu"), {})
     assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_what_cannot_run_says_so(plugin: Path, tmp_path: Path) -> None:
-    found = written("wrong", "rms_norm", plugin, tmp_path)
-    for other, words in (
-        (f"{tmp_path}/none.py:f", "is not a file"),
-        (f"{plugin}:nothing", "has no function 'nothing'"),
-    ):
-        ran = run(found.directory, "--implementation", other)
-        assert ran.returncode == 2
-        assert words in ran.stderr
-        assert "Traceback" not in ran.stderr
