@@ -28,6 +28,7 @@ from dsv4dbg.kernels.contract import Op
 from dsv4dbg.kernels.invariants import violations
 from dsv4dbg.kernels.table import Call
 
+CERTAIN = 4  # more runs that must fail before a race is ruled out
 CALLS = 16  # that `serial_equivalence` divides a call into, about
 ROWS = 5  # tokens that `batch_invariance` runs alone
 
@@ -71,10 +72,12 @@ def _repeated(subject: Subject, found: Outcome, first: Results) -> Outcome:
         alone = subject.run(alone=True)
         if alone.digest == first.digest or judged(subject, alone).bad:
             return found
-        return _carried(found)
-    if subject.before is not None and not any(judged(subject, run).bad for run in again):
-        after = subject.after(subject.before)
-        if after.digest == first.digest:
+        again += [subject.run() for _ in range(CERTAIN)]
+        if all(run.digest == first.digest for run in again):
+            return _carried(found)
+    elif subject.before is not None and not any(judged(subject, run).bad for run in again):
+        after = [subject.after(subject.before) for _ in range(AGAIN)]
+        if all(run.digest == first.digest for run in after):
             return _carried(found)
     return unstable(found, subject.run, lambda run: judged(subject, run), again)
 
