@@ -143,6 +143,7 @@ def test_a_layer_that_kills_the_live_forward(
     assert first.evidence["forwards"] <= 2 + math.ceil(math.log2(len(sites)))
 
 
+@pytest.mark.slow
 def test_resumed_it_runs_nothing_twice(request_: Request, tmp_path: Path) -> None:
     settings = Settings(request_, "all_kinds", ("rms_norm", "moe_combine"), ("differential", "guards"))
     path = tmp_path / "journal.jsonl"

@@ -68,6 +68,7 @@ def test_what_is_kept_is_found(tmp_path: Path) -> None:
             assert (trial.verdict, trial.fingerprints[0]) == (Verdict.DIVERGED, STALE), trial
 
 
+@pytest.mark.slow
 def test_lengths_of_the_step_before_are_found(tmp_path: Path) -> None:
     trials = replayed(tmp_path, "zoo:lengths-of-last-step", "indexer_topk")["indexer_topk"]
     assert any(trial.bad and STALE in trial.fingerprints for trial in trials), trials
@@ -86,6 +87,7 @@ def test_right_candidates_follow_the_contents(tmp_path: Path) -> None:
     assert {trial.verdict for found in trials.values() for trial in found} <= {Verdict.PASS, Verdict.SKIPPED}
 
 
+@pytest.mark.slow
 def test_a_candidate_that_is_just_wrong_keeps_nothing(tmp_path: Path) -> None:
     for trial in replayed(tmp_path, "wrong_anyway")["rms_norm"]:
         assert trial.verdict == Verdict.DIVERGED

@@ -112,7 +112,7 @@ def test_packages_are_really_absent(tmp_path: Path) -> None:
         pytest.param("one_slot_on", "qnorm_rope_kv_insert", "values", "window_cache", marks=pytest.mark.slow),
         pytest.param("flaky", "rms_norm", "runs", "wrong: ", marks=pytest.mark.slow),
         pytest.param("unwritten", "rms_norm", "fills", "wrong: ", marks=pytest.mark.slow),
-        ("segfault", "rms_norm", "fault", "SIGSEGV"),
+        pytest.param("segfault", "rms_norm", "fault", "SIGSEGV", marks=pytest.mark.slow),
         pytest.param("leaves", "rms_norm", "fault", "exit code 0", marks=pytest.mark.slow),
         pytest.param("hang", "rms_norm", "fault", "no result within", marks=pytest.mark.slow),
     ],
