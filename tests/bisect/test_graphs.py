@@ -81,6 +81,7 @@ def test_a_kept_pointer_of_a_triton_launch_is_found(tmp_path: Path) -> None:
     assert any(trial.bad and STALE in trial.fingerprints for trial in trials), trials
 
 
+@pytest.mark.slow
 def test_right_candidates_follow_the_contents(tmp_path: Path) -> None:
     trials = replayed(tmp_path, "torch")
     assert trials.keys() == {trial.op for found in trials.values() for trial in found if trial.verdict == Verdict.PASS}
