@@ -32,7 +32,7 @@ def test_changes(warps: int, stages: int, expected: list[dict[str, int]]) -> Non
     assert [changed(name, {"num_warps": warps, "num_stages": stages}) for name in CHANGES] == expected
 
 
-def launch(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, most: int = 16) -> tuple[list[Any], list[str]]:
+def launch(name: str, monkeypatch: pytest.MonkeyPatch, most: int = 16) -> tuple[list[Any], list[str]]:
     """Options of two launches under a change, one with 2 warps and one with the default of 4, and which were changed.
 
     Args:
@@ -81,14 +81,12 @@ def launch(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, most: int
         ("one stage more", [{"num_warps": 2, "num_stages": 3}, {"num_stages": 3}]),
     ],
 )
-def test_launches_get_other_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: list[dict[str, int]]
-) -> None:
-    assert launch(tmp_path, name, monkeypatch) == (expected, ["kernel", "kernel"])
+def test_launches_get_other_options(monkeypatch: pytest.MonkeyPatch, name: str, expected: list[dict[str, int]]) -> None:
+    assert launch(name, monkeypatch) == (expected, ["kernel", "kernel"])
 
 
-def test_a_launch_that_does_not_fit_is_made_as_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch(tmp_path, "twice the warps", monkeypatch, most=4) == ([{"num_warps": 4}, {}], ["kernel"])
+def test_a_launch_that_does_not_fit_is_made_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch("twice the warps", monkeypatch, most=4) == ([{"num_warps": 4}, {}], ["kernel"])
 
 
 @dataclass
