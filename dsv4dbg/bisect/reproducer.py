@@ -84,7 +84,7 @@ def write(
     op = call.op
     needed, file = _sources(op.name, implementation, [Path(plugin) for plugin in plugins])
     reference = run(call, registry().implementation(op.name, REFERENCE))
-    oracle = _oracle(call)
+    oracle = oracle_of(call)
     found = criteria(op, call, reference, oracle, results if mode in ("values", "runs") else None)
     case = Case(call, implementation, file, mode, runs, timeout, found, reference, oracle, finding, environment)
     try:
@@ -127,7 +127,7 @@ def _strings(source: str) -> set[str]:
     return {n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
-def _oracle(call: Call) -> dict[str, np.ndarray]:
+def oracle_of(call: Call) -> dict[str, np.ndarray]:
     """The oracle's results for outputs that hold floating-point numbers."""
     found = run_oracle(call.op, call.args, call.numerics)
     names = (*call.op.outputs, *call.op.mutates)

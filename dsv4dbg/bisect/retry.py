@@ -17,6 +17,7 @@ import numpy as np
 
 from dsv4dbg.bisect import reproducer
 from dsv4dbg.bisect.checks import AGAIN, RACE, REPEATS, faulted
+from dsv4dbg.bisect.criteria import criteria
 from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens, tokens_of
 from dsv4dbg.bisect.processes import LAUNCHES_ONE_BY_ONE, CandidateFault, DeviceLost, Worker
 from dsv4dbg.bisect.protocol import Hello, Ran, Run
@@ -32,6 +33,7 @@ from dsv4dbg.model.replay import run
 from dsv4dbg.plan import REFERENCE
 
 TRIALS = {"values": 60, "fills": 40, "runs": 20, "fault": 20, "hang": 8}  # to shrink a call, by what a trial costs
+AGREE = 0.5  # relative error of a row of the reference below which it computes what the oracle does, FP4 included
 HANGS = 10.0  # seconds after which a call that hung before counts as hanging again
 
 
@@ -124,16 +126,18 @@ class Retry:
             return Failure("fault", faulted(fault), 1 if not made else REPEATS)
 
     def same(self, call: Call, known: Failure) -> bool:
-        """Whether another call fails in the same way; False if the reference or the candidate cannot run it."""
+        """Whether another call fails in the same way; False for one that makes no sense to reference and oracle."""
         self._worker.timeout = min(self.timeout, HANGS) if known.kind == "hang" else self.timeout
         try:
             subject = self.subject(call)
-            return _FAILS[known.mode](subject, known.runs)
-        except CandidateFault as fault:
-            return known.mode == "fault" and faulted(fault).evidence["kind"] == known.kind
+            try:
+                fails = _FAILS[known.mode](subject, known.runs)
+            except CandidateFault as fault:
+                fails = known.mode == "fault" and faulted(fault).evidence["kind"] == known.kind
+            return fails and _makes_sense(subject)
         except DeviceLost:
             raise
-        except Exception:  # a call cut in a way that makes no sense to reference or oracle
+        except Exception:  # the reference, the oracle or the candidate cannot run it
             return False
         finally:
             self._worker.timeout = self.timeout
@@ -185,6 +189,13 @@ def outcome(subject: Subject, results: Results) -> Outcome:
 def _depends_on_fill(subject: Subject) -> bool:
     other = subject.run(fill="large", seed=1, thorough=True)
     return bool(other.damage) or other.digest != subject.run(thorough=True).digest
+
+
+def _makes_sense(subject: Subject) -> bool:
+    """Whether reference and oracle agree on a call, as they do on all that are not cut in a wrong place."""
+    call, reference = subject.call, subject.reference
+    found = criteria(call.op, call, reference, reproducer.oracle_of(call), None)
+    return all(criterion.reference < AGREE for criterion in found)
 
 
 def _is_wrong(subject: Subject, runs: int) -> bool:

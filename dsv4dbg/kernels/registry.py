@@ -159,10 +159,15 @@ def registry() -> Registry:
 
 
 def import_file(path: Path) -> tuple[Any, list[Implementation]]:
-    """Import a user's file: its module, and the implementations that it declares with `implements`, unregistered."""
+    """Import a user's file: its module, and the implementations that it declares with `implements`, unregistered.
+
+    Like a script, it may import what stands beside it.
+    """
     path = Path(path)
     if not path.is_file():
         raise DbgError(f"plug-in {path} is not a file")
+    if (beside := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(beside)
     registry()  # built now, so that a file that asks for it does not find its own half of it
     spec = importlib.util.spec_from_file_location(f"dsv4dbg_plugin_{path.stem}", path)
     assert spec

@@ -179,3 +179,27 @@ def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(DbgError, match="holds something already"):
         reproduce(tmp_path, call_of("rms_norm", 63), Hello("torch", (), "cpu"), {})
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_what_stands_beside_a_plugin_goes_with_it(tmp_path: Path) -> None:
+    """A module and a package, found though the directory is on no path."""
+    kernels = tmp_path / "kernels"
+    (kernels / "beside_package").mkdir(parents=True)
+    (kernels / "beside_package" / "__init__.py").write_text("from beside_package.inner import FACTOR\n")
+    (kernels / "beside_package" / "inner.py").write_text("FACTOR = 2\n")
+    (kernels / "beside_module.py").write_text("import beside_package\nFACTOR = beside_package.FACTOR\n")
+    plugin = kernels / "doubling.py"
+    plugin.write_text(
+        "import beside_module\n"
+        "from dsv4dbg.kernels.norm.rms_norm import rms_norm\n"
+        "from dsv4dbg.kernels.registry import implements\n"
+        "@implements('rms_norm', 'doubled')\n"
+        "def doubled(x, weight, *, eps):\n"
+        "    return beside_module.FACTOR * rms_norm(x, weight, eps=eps)\n"
+    )
+    found = written("doubled", "rms_norm", plugin, tmp_path)
+    shutil.rmtree(kernels)
+    assert run(found.directory).returncode == 1
+    copies = {str(p.relative_to(found.directory)) for p in found.directory.glob("implementation/**/*.py")}
+    names = ("beside_module.py", "beside_package/__init__.py", "beside_package/inner.py", "doubling.py")
+    assert copies == {f"implementation/{name}" for name in names}

@@ -99,6 +99,9 @@ def test_with_a_candidate_in_a_worker(tmp_path: Path) -> None:
         "def planted(*, o, **others):\n"
         "    out = inv_rope(o=o, **others)\n"
         f"    return out.where(~(o == {MARK}).any(-1, keepdim=True), out * 2)\n"
+        "@implements('inv_rope', 'raises')\n"
+        "def raises(**call):\n"
+        "    raise RuntimeError('no such grid')\n"
     )
     call = call_of("inv_rope", 128)
     call = marked(call, "o", (77, 3, 4))
@@ -111,3 +114,10 @@ def test_with_a_candidate_in_a_worker(tmp_path: Path) -> None:
         assert retry.failure(small).outcome.verdict == failure.outcome.verdict  # type: ignore[union-attr]
         broken = replace(small, args={**small.args, "positions": torch.tensor([10**6])})
         assert not retry.same(broken, failure)
+    with Retry(Hello("raises", (plugin,), "cpu"), 30) as retry:
+        failure = retry.failure(call)
+        assert failure is not None
+        assert retry.same(small, failure)
+        for channels in (1, 33):  # fewer than are rotated
+            cut = replace(call, args={**call.args, "o": call.args["o"][..., :channels]})
+            assert not retry.same(cut, failure)
