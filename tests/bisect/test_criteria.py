@@ -1,4 +1,4 @@
-"""A reproducer's criteria against the judge: every zoo case is wrong, the reference and Triton are right."""
+"""A reproducer's criteria against the judge: zoo cases are wrong, the reference and our Triton kernels are right."""
 
 from __future__ import annotations
 
