@@ -110,6 +110,7 @@ def test_several_tokens_per_sequence(request_: Request, tmp_path: Path) -> None:
     assert culprit.bad == 7  # six layers and the MTP block, one step
 
 
+@pytest.mark.slow
 def test_state_lost_between_calls(request_: Request, tmp_path: Path) -> None:
     """Serial equivalence finds it in a call that is right as it came."""
     ops, checks = ("compress_insert",), ("differential", "serial-equivalence")
@@ -119,6 +120,7 @@ def test_state_lost_between_calls(request_: Request, tmp_path: Path) -> None:
     assert not run(Settings(request_, "right", ops, checks), tmp_path).culprits
 
 
+@pytest.mark.slow
 def test_two_ops_that_are_wrong_only_together(request_: Request, tmp_path: Path) -> None:
     settings = Settings(request_, "pair", checks=("differential",), in_place=True, workers=1)
     live = Live(settings, Journal(tmp_path / "j", {}), {"head.mhc_head": "mhc_head", "head.lm_head": "lm_head"})
@@ -244,9 +246,10 @@ def test_a_process_that_cannot_be_killed_ends_the_run(
     assert read(tmp_path / "journal.jsonl")[0]["settings"]["candidate"] == "all_kinds"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("candidate", "verdict"),
-    [("misspelt", Verdict.FAULT), pytest.param("plain", Verdict.SKIPPED, marks=pytest.mark.slow)],
+    [("misspelt", Verdict.FAULT), ("plain", Verdict.SKIPPED)],
 )
 def test_offline_compilation(request_: Request, tmp_path: Path, candidate: str, verdict: Verdict) -> None:
     pytest.importorskip("triton")

@@ -58,6 +58,7 @@ def replayed(tmp_path: Path, candidate: str, *ops: str, device: str = "cpu") -> 
     return {op: [trial for trial in result.trials if trial.op == op] for op in {trial.op for trial in result.trials}}
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_found(tmp_path: Path) -> None:
     """Inputs by address, results by shape, and integers."""
     trials = replayed(tmp_path, "keeping")

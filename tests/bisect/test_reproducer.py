@@ -32,11 +32,12 @@ class Absent:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         if top in {ABSENT!r} or top == "dsv4dbg" and path is None:
-            found = PathFinder.find_spec(name, [p for p in sys.path if "site-packages" not in p and p != ROOT])
+            ours = top == "dsv4dbg"
+            places = [p for p in sys.path if (p.endswith("vendored") if ours else "site-packages" not in p)]
+            found = PathFinder.find_spec(name, places)
             if found is None:
                 raise ModuleNotFoundError(f"No module named {{name!r}}")
             return found
-ROOT = {str(HERE.parent.parent)!r}
 sys.meta_path.insert(0, Absent())
 """
 
