@@ -16,14 +16,15 @@ from typing import Any, Self
 import numpy as np
 
 from dsv4dbg.bisect import reproducer
-from dsv4dbg.bisect.checks import AGAIN, RACE, REPEATS, faulted
+from dsv4dbg.bisect.checks import faulted, guards
 from dsv4dbg.bisect.criteria import criteria
 from dsv4dbg.bisect.derive import keep_tokens, permute_pages, reorder_tokens, tokens_of
 from dsv4dbg.bisect.processes import LAUNCHES_ONE_BY_ONE, CandidateFault, DeviceLost, Worker
 from dsv4dbg.bisect.protocol import Hello, Ran, Run
+from dsv4dbg.bisect.repeats import AGAIN, RACE, REPEATS, judged
 from dsv4dbg.bisect.shared import FRAME, Frame, Memory
 from dsv4dbg.bisect.shrink import shrink
-from dsv4dbg.bisect.subject import NotSupported, Outcome, Results, Subject, outcome_of
+from dsv4dbg.bisect.subject import NotSupported, Outcome, Results, Subject
 from dsv4dbg.compare import Verdict
 from dsv4dbg.errors import DbgError, Untestable
 from dsv4dbg.kernels.paged import Cache
@@ -114,14 +115,15 @@ class Retry:
         subject, made = self.subject(call), 0
         try:
             first, made = subject.run(), 1
-            found = outcome(subject, first)
+            found = judged(subject, first)
             for _ in range(runs - 1):
                 again, made = subject.run(), made + 1
                 if again.digest != first.digest:
-                    return _unstable(found if found.bad else outcome(subject, again), _copied(first))
+                    return _unstable(found if found.bad else judged(subject, again), _copied(first))
             if found.bad:
                 return Failure("values", found, 1, _copied(first))
-            return Failure("fills", _fills) if _depends_on_fill(subject) else None
+            fills = guards(subject)
+            return Failure("fills", fills) if fills.verdict == Verdict.DIVERGED else None
         except CandidateFault as fault:
             return Failure("fault", faulted(fault), 1 if not made else REPEATS)
 
@@ -154,7 +156,7 @@ def replayed(call: Call, hello: Hello, timeout: float) -> tuple[Outcome, float |
         retry.admit(call.op.name)
         subject = retry.subject(call)
         try:
-            found = outcome(subject, subject.run())
+            found = judged(subject, subject.run())
             return found, retry.seconds(call, REFERENCE), retry.seconds(call, hello.candidate)
         except NotSupported as reason:
             raise _refused(call, hello, reason) from reason
@@ -166,29 +168,11 @@ def _refused(call: Call, hello: Hello, reason: NotSupported) -> Untestable:
     return Untestable(f"'{hello.candidate}' cannot run {call.op.name} at {call.site}: {reason}")
 
 
-_fills = Outcome(
-    Verdict.DIVERGED, "results depend on memory that the call does not own or never wrote",
-    fingerprints=("differs between fills (unowned read)",),
-)  # fmt: skip
-
-
 def _unstable(found: Outcome, results: Mapping[str, Any]) -> Failure:
     sentence = "other bits in other runs on the same inputs" + (f": {found.sentence}" if found.bad else "")
     prints = (RACE, *found.fingerprints)
     seen = Outcome(Verdict.UNSTABLE, sentence, found.where, prints, found.evidence, found.threshold)
     return Failure("runs", seen, REPEATS, results if found.bad else None)
-
-
-def outcome(subject: Subject, results: Results) -> Outcome:
-    """What guards and judge say of one run's results."""
-    if results.damage:
-        return Outcome(Verdict.DIVERGED, results.damage[0], evidence={"damage": list(results.damage)})
-    return outcome_of(subject.judge(results.values))
-
-
-def _depends_on_fill(subject: Subject) -> bool:
-    other = subject.run(fill="large", seed=1, thorough=True)
-    return bool(other.damage) or other.digest != subject.run(thorough=True).digest
 
 
 def _makes_sense(subject: Subject) -> bool:
@@ -199,7 +183,7 @@ def _makes_sense(subject: Subject) -> bool:
 
 
 def _is_wrong(subject: Subject, runs: int) -> bool:
-    return outcome(subject, subject.run()).bad
+    return judged(subject, subject.run()).bad
 
 
 def _differs(subject: Subject, runs: int) -> bool:
@@ -217,7 +201,7 @@ def _faults(subject: Subject, runs: int) -> bool:
 _FAILS = {
     "values": _is_wrong,
     "runs": _differs,
-    "fills": lambda subject, runs: _depends_on_fill(subject),
+    "fills": lambda subject, runs: guards(subject).verdict == Verdict.DIVERGED,
     "fault": _faults,
 }
 
