@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import click
 
 from dsv4dbg.errors import DbgError
 
@@ -37,3 +41,18 @@ def free_path(stem: str, suffix: str) -> Path:
     while any((directory / f"{stem}-{number:04d}{suffix}{more}").exists() for more in ("", ".journal")):
         number += 1
     return directory / f"{stem}-{number:04d}{suffix}"
+
+
+def one_call(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: arguments and options of a command that runs one call of a trace with a candidate."""
+    for decorate in reversed((
+        click.argument("trace", type=click.Path(path_type=Path)),
+        click.argument("site"),
+        click.option("--candidate", default="triton", show_default=True, metavar="NAME", help="Its implementation."),
+        click.option("--plugin", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Load kernels."),
+        click.option("--model", metavar="NAME|DIR", help="Where the weights are (default: the trace's model)."),
+        click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N."),
+        click.option("--timeout", default=60.0, show_default=True, help="Seconds that one run of it may take."),
+    )):  # fmt: skip
+        command = decorate(command)
+    return command

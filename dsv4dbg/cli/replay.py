@@ -7,18 +7,13 @@ from pathlib import Path
 
 import click
 
+from dsv4dbg.cli.options import one_call
 from dsv4dbg.cli.output import columns, note, print_json
 from dsv4dbg.cli.traces import open_call
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.argument("site")
-@click.option("--candidate", default="triton", show_default=True, metavar="NAME", help="Implementation under test.")
-@click.option("--plugin", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="Load your kernels.")
-@click.option("--model", default=None, metavar="NAME|DIR", help="Where the weights are (default: the trace's model).")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--timeout", default=60.0, show_default=True, help="Seconds that one run of the candidate may take.")
+@one_call
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(
     trace: Path, site: str, candidate: str, plugin: tuple[Path, ...], model: str | None, device: str, timeout: float,
