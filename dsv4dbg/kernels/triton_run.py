@@ -29,6 +29,7 @@ from dsv4dbg.kernels.registry import Shapes, Supports, implements
 from dsv4dbg.kernels.table import device_arch
 
 INTERPRETED = bool(knobs.runtime.interpret)
+UNCOMPILED = "PassManager::run failed"  # the text of a RuntimeError where the compiler gives up
 EMULATED_PROCESSORS = 8  # for choices by the number of processors where there is no device
 _recorded_arch: str | None = None
 
@@ -163,8 +164,9 @@ def launching(change: Callable[[Mapping[str, int]], Mapping[str, int]]) -> Itera
         if changed:
             try:
                 result = run(kernel, *args, **{**kwargs, **changed})
-            except (TritonError, RuntimeError):
-                pass
+            except (TritonError, RuntimeError) as error:
+                if not isinstance(error, TritonError) and UNCOMPILED not in str(error):
+                    raise
             else:
                 otherwise.append(kernel.fn.__name__)
                 return result
