@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import sys
 import time
 
 import torch
@@ -50,11 +49,6 @@ def raising(**kwargs):
 @implements("hash_router", "all_kinds")
 def ending(**kwargs):
     os._exit(0)
-
-
-@implements("mhc_head", "all_kinds")
-def leaving(**kwargs):
-    sys.exit(3)
 
 
 @implements("lm_head", "all_kinds")

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
+from short_scans import example_calls, results
 
 from dsv4dbg.bisect.criteria import broken, criteria
 from dsv4dbg.bisect.reproducer import oracle_of
 from dsv4dbg.bisect.subject import judged
 from dsv4dbg.compare import Verdict
-from dsv4dbg.kernels.dims import TINY
 from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.table import Call
 from dsv4dbg.kernels.zoo.case import Case, cases
-from dsv4dbg.model.replay import run
-from dsv4dbg.site import Site
 
 CASES = [case for case in cases().values() if case.kind == "values"]
 QUICK = ("rms_norm", "fp8_linear", "moe_router", "inv_rope")
@@ -29,21 +26,14 @@ ELSEWHERE = {  # these show at sizes or layers that no example has
 }  # fmt: skip
 
 
-def results(call: Call, name: str) -> dict:
-    return run(call, registry().implementation(call.op.name, name))
-
-
 def shapes(values: dict) -> dict:
     return {n: (v.data if isinstance(v, Cache) else v).shape for n, v in values.items()}
 
 
 def diverged(case: Case) -> Iterator[tuple[Call, dict, dict]]:
     """Calls at which a case is wrong, with the results of reference and case."""
-    op = registry().op(case.op)
-    assert op.examples_function is not None
-    for example in op.examples_function(TINY, np.random.default_rng(0)):
-        call = Call(Site("L1.x", op.name, "decode3"), op, "torch", op.bind((), example.args), OFFICIAL)
-        reference, candidate = results(call, "torch"), results(call, f"zoo:{case.name}")
+    for call in example_calls(case.op, 0):
+        reference, candidate = results(call), results(call, f"zoo:{case.name}")
         if shapes(reference) != shapes(candidate) or judged(call, reference, candidate).verdict == Verdict.DIVERGED:
             yield call, reference, candidate
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
+from short_scans import example_calls, results
 
 from dsv4dbg.bisect.derive import caches_of, compact_pages, keep_tokens, owned_entries, permute_pages, tokens_of
 from dsv4dbg.bisect.subject import digest, judged
 from dsv4dbg.compare import Verdict
-from dsv4dbg.kernels.contract import Op
-from dsv4dbg.kernels.dims import TINY
 from dsv4dbg.kernels.numerics import OFFICIAL
+from dsv4dbg.kernels.paged import field_rows
 from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.table import Call
-from dsv4dbg.model.replay import run
 from dsv4dbg.site import Site
 
 OPS = registry().ops
@@ -24,30 +21,21 @@ CACHED = [name for name, op in OPS.items() if any(arg.kind == "cache" for arg in
 TOKENS = [name for name, op in OPS.items() if any(arg.dims.startswith("token") for arg in op.args.values())]
 
 
-def calls(op: Op) -> Iterator[Call]:
-    for example in op.examples_function(TINY, np.random.default_rng(7)):
-        yield Call(Site(f"L0.{op.name}", op.name, "x"), op, "torch", op.bind((), example.args), OFFICIAL)
-
-
-def reference(call: Call) -> dict:
-    return run(call, registry().implementation(call.op.name, "torch"))
-
-
 @pytest.mark.parametrize("name", CACHED)
 def test_pages_elsewhere_change_nothing(name: str) -> None:
     """And without renumbering the pointers, they change something."""
     rng, moved_any, broken = np.random.default_rng(1), 0, 0
-    for call in calls(OPS[name]):
+    for call in example_calls(name):
         derived = permute_pages(call, rng)
         if derived is None:
             continue
         moved, back = derived
-        first = reference(call)
-        assert digest(back(reference(moved))) == digest(first), call
+        first = results(call)
+        assert digest(back(results(moved))) == digest(first), call
         moved_any += 1
         stale = {n: call.args[n] for arg in call.op.args.values() for n in (p.arg for p in arg.pointers)}
         wrong = Call(call.site, call.op, "torch", {**moved.args, **stale}, OFFICIAL)
-        broken += digest(back(reference(wrong))) != digest(first)
+        broken += digest(back(results(wrong))) != digest(first)
     assert moved_any > 1
     assert broken > 1
 
@@ -56,31 +44,28 @@ def test_pages_elsewhere_change_nothing(name: str) -> None:
 def test_nothing_beyond_the_pointers_is_touched(name: str) -> None:
     """Entries that no pointer names may hold anything, and keep it."""
     filled = 0
-    for call in calls(OPS[name]):
-        first, other = reference(call), dict(call.args)
+    for call in example_calls(name):
+        first, other = results(call), dict(call.args)
         for cache_name, cache in caches_of(call).items():
             free = ~owned_entries(call, cache_name)
             filled += int(free.sum())
             data = cache.data.clone()
-            base = 0
-            for size in cache.layout.fields:
-                rows = data[:, base : base + cache.layout.entries * size].unflatten(1, (cache.layout.entries, size))
-                rows[free] = 0x5A
-                base += cache.layout.entries * size
             other[cache_name] = type(cache)(cache.name, data, cache.layout)
-        results = reference(Call(call.site, call.op, "torch", other, OFFICIAL))
+            for rows in field_rows(other[cache_name]):
+                rows[free] = 0x5A
+        filled_too = results(Call(call.site, call.op, "torch", other, OFFICIAL))
         for output in call.op.outputs:
-            assert torch.equal(results[output].nan_to_num(), first[output].nan_to_num())
+            assert torch.equal(filled_too[output].nan_to_num(), first[output].nan_to_num())
     assert filled > 0
 
 
 @pytest.mark.parametrize("name", CACHED)
 def test_pages_that_nothing_names_go(name: str) -> None:
     fewer = 0
-    for call in calls(OPS[name]):
+    for call in example_calls(name):
         compact = compact_pages(call)
         outputs = list(call.op.outputs)
-        first, second = reference(call), reference(compact)
+        first, second = results(call), results(compact)
         assert digest({n: first[n] for n in outputs}) == digest({n: second[n] for n in outputs})
         for cache_name in caches_of(call):
             fewer += len(call.args[cache_name].data) - len(compact.args[cache_name].data)
@@ -91,16 +76,16 @@ def test_pages_that_nothing_names_go(name: str) -> None:
 def test_tokens_taken_apart(name: str) -> None:
     """A token alone, and tokens in reversed order, give by the verdict rule the rows that the batch gives."""
     tested = 0
-    for call in calls(OPS[name]):
+    for call in example_calls(name):
         tokens = tokens_of(call)
         if call.op.mutates or tokens is None or not 2 <= tokens <= 8:
             continue
-        whole = reference(call)
+        whole = results(call)
         for rows in ([tokens - 1], list(range(tokens))[::-1], [0, 1]):
             derived = keep_tokens(call, rows)
             assert derived is not None
             part = {n: v[rows] for n, v in whole.items()}
-            judgement = judged(derived, part, reference(derived))
+            judgement = judged(derived, part, results(derived))
             assert judgement.verdict <= Verdict.ROUNDING, judgement.sentence
             tested += 1
     assert tested or OPS[name].mutates

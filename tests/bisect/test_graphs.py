@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from short_scans import Watcher, example_calls, results, workload
 
 from dsv4dbg.bisect.derive import caches_of, other_contents
 from dsv4dbg.bisect.graphs import STALE
@@ -18,43 +16,19 @@ from dsv4dbg.bisect.run import bisect
 from dsv4dbg.bisect.settings import Settings
 from dsv4dbg.bisect.subject import digest
 from dsv4dbg.compare import Verdict
-from dsv4dbg.kernels.contract import Op
-from dsv4dbg.kernels.dims import TINY
-from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import registry
-from dsv4dbg.kernels.table import Call
 from dsv4dbg.model.recording import Request
-from dsv4dbg.model.replay import run
-from dsv4dbg.site import Site
 
 HERE = Path(__file__).parent
 OPS = registry().ops
-STEPS = {
-    "name": "short",
-    "sequences": 2,
-    "steps": [
-        {"phase": "prefill", "feeds": [[0, list(range(10, 40)), 30], [1, [7], 1]]},
-        {"phase": "decode", "feeds": [[0, [5], 1], [1, [6], 1]]},
-    ],
-}
-
-
-class Seen:
-    """A watcher that remembers nothing."""
-
-    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None: ...
-
-    def trial(self, trial: Trial) -> None: ...
 
 
 def replayed(tmp_path: Path, candidate: str, *ops: str, device: str = "cpu") -> dict[str, list[Trial]]:
     """Trials of graph replay, by op; no other check runs."""
-    path = tmp_path / "short.json"
-    path.write_text(json.dumps(STEPS))
     plugins = (HERE / "stale_kernels.py", HERE / "faulty_kernels.py")
-    request = Request(workload=str(path), plugins=plugins, device=device)
-    result = bisect(Settings(request, candidate, ops, ("graph-replay",)), tmp_path / "journal.jsonl", False, Seen())
+    request = Request(workload=workload(tmp_path, 2), plugins=plugins, device=device)
+    result = bisect(Settings(request, candidate, ops, ("graph-replay",)), tmp_path / "journal.jsonl", False, Watcher())
     return {op: [trial for trial in result.trials if trial.op == op] for op in {trial.op for trial in result.trials}}
 
 
@@ -112,12 +86,6 @@ def test_a_candidate_that_waits_for_the_device_is_left_out(tmp_path: Path) -> No
         assert "cannot be captured" in trial.sentence
 
 
-def calls(op: Op) -> Iterator[Call]:
-    assert op.examples_function is not None
-    for example in op.examples_function(TINY, np.random.default_rng(7)):
-        yield Call(Site(f"L0.{op.name}", op.name, "x"), op, "torch", op.bind((), example.args), OFFICIAL)
-
-
 def form(value: object) -> object:
     tensor = value.data if isinstance(value, Cache) else value
     return (tensor.dtype, tensor.shape, tensor.stride()) if isinstance(tensor, torch.Tensor) else tensor
@@ -126,8 +94,8 @@ def form(value: object) -> object:
 @pytest.mark.parametrize("name", OPS)
 def test_other_contents_of_every_op(name: str) -> None:
     """Same form, same weights and tables, other results of the reference; the call itself stays as it was."""
-    implementation, differing = registry().implementation(name, "torch"), 0
-    for call in calls(OPS[name]):
+    differing = 0
+    for call in example_calls(name):
         before = digest({n: v for n, v in call.args.items() if isinstance(v, torch.Tensor | Cache)})
         other = other_contents(call, None)
         if other is None:
@@ -135,14 +103,14 @@ def test_other_contents_of_every_op(name: str) -> None:
         for arg, spec in call.op.args.items():
             assert form(other.args[arg]) == form(call.args[arg]), arg
             assert spec.kind in ("tensor", "cache") or other.args[arg] is call.args[arg], arg
-        differing += digest(run(other, implementation)) != digest(run(call, implementation))
+        differing += digest(results(other)) != digest(results(call))
         assert digest({n: v for n, v in call.args.items() if isinstance(v, torch.Tensor | Cache)}) == before
     assert differing
 
 
 def test_contents_of_another_call_of_the_same_form() -> None:
     """Lengths and caches come with them; weights do not."""
-    call = max(calls(OPS["compress_insert"]), key=lambda c: sum(len(cache.data) for cache in caches_of(c).values()))
+    call = max(example_calls("compress_insert"), key=lambda c: sum(len(cache.data) for cache in caches_of(c).values()))
     args = {
         n: replace(v, data=v.data.flip(0)) if isinstance(v, Cache) else v.flip(0) if torch.is_tensor(v) else v
         for n, v in call.args.items()
@@ -156,4 +124,6 @@ def test_contents_of_another_call_of_the_same_form() -> None:
         if isinstance(source.args[name], Cache | torch.Tensor):
             assert digest({name: changed.args[name]}) == digest({name: source.args[name]}), name
     attr = next(name for name, spec in call.op.args.items() if spec.kind == "attr")
-    assert other_contents(call, replace(other, args={**args, attr: object()})) is not None
+    unlike = other_contents(call, replace(other, args={**args, attr: object()}))
+    assert unlike is not None
+    assert digest({"kv": unlike.args["kv"]}) != digest({"kv": changed.args["kv"]})

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
+from short_scans import example_calls
 
 from dsv4dbg.bisect.derive import caches_of, owned_entries
 from dsv4dbg.bisect.guards import GAP, Arena, unwritten
 from dsv4dbg.bisect.subject import digest
-from dsv4dbg.kernels.arrays import copied
-from dsv4dbg.kernels.contract import Op
-from dsv4dbg.kernels.dims import TINY
 from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.paged import Cache
 from dsv4dbg.kernels.registry import registry
@@ -25,13 +21,7 @@ CPU = torch.device("cpu")
 OPS = registry().ops
 
 
-def calls(op: Op) -> Iterator[Call]:
-    for example in op.examples_function(TINY, np.random.default_rng(7)):
-        args = copied(op.bind((), example.args))
-        yield Call(Site(f"L0.{op.name}", op.name, "x"), op, "torch", args, OFFICIAL)
-
-
-def results(call: Call) -> dict:
+def run_here(call: Call) -> dict:
     kwargs = dict(call.args) | ({"numerics": call.numerics} if call.op.reads_numerics else {})
     outputs = call.op.name_outputs(call.op.reference(**kwargs))
     return {**outputs, **{name: call.args[name] for name in call.op.mutates}}
@@ -41,8 +31,7 @@ def results(call: Call) -> dict:
 def test_the_reference_trespasses_nowhere(name: str) -> None:
     """In the arena, under both fills and in any order of buffers, it computes the same bits as outside."""
     arena = Arena()
-    for call in calls(OPS[name]):
-        placed = [arena.place(call, CPU, fill, seed) for fill, seed in (("nan", 0), ("large", 1))]
+    for call in example_calls(name):
         digests = []
         for fill, seed in (("nan", 0), ("large", 1)):
             placed = arena.place(call, CPU, fill, seed)
@@ -50,15 +39,17 @@ def test_the_reference_trespasses_nowhere(name: str) -> None:
                 if isinstance(value, torch.Tensor):
                     assert placed.call.args[arg].stride() == value.stride()
             with unwritten(fill, thorough=seed == 1):
-                found = results(placed.call)
+                found = run_here(placed.call)
             assert placed.damage() == []
             digests.append(digest(found))
-        assert digests == [digest(results(call))] * 2
+        assert digests == [digest(run_here(call))] * 2
 
 
 def call_of(name: str) -> Call:
     """A call of some size."""
-    return max(calls(OPS[name]), key=lambda c: sum(v.numel() for v in c.args.values() if isinstance(v, torch.Tensor)))
+    return max(
+        example_calls(name), key=lambda c: sum(v.numel() for v in c.args.values() if isinstance(v, torch.Tensor))
+    )
 
 
 def poke(address: int) -> None:
@@ -97,27 +88,27 @@ def test_a_write_between_rows() -> None:
 
 
 def test_a_write_to_a_foreign_page_and_what_is_left_of_it() -> None:
-    call = next(c for c in calls(OPS["qnorm_rope_kv_insert"]) if (~owned_entries(c, "window_cache")).any())
+    call = next(c for c in example_calls("qnorm_rope_kv_insert") if (~owned_entries(c, "window_cache")).any())
     placed = Arena().place(call, CPU)
     page, entry = (int(i) for i in (~owned_entries(call, "window_cache")).nonzero()[0])
     cache = placed.call.args["window_cache"]
     cache.data[page, entry * cache.layout.fields[0]] = 0
-    found = results(placed.call)
+    found = run_here(placed.call)
     (damage,) = placed.damage()
     assert damage.where == "window_cache"
     assert f"page {page}, entry {entry}" in damage.sentence
-    assert digest(found) == digest(results(call))  # the cache goes back as the reference leaves it
+    assert digest(found) == digest(run_here(call))  # the cache goes back as the reference leaves it
 
 
 def test_a_write_between_pages() -> None:
-    call = next(c for c in calls(OPS["compress_insert"]) if caches_of(c)["cache"].layout.page_bytes < 1 << 20)
+    call = next(c for c in example_calls("compress_insert") if caches_of(c)["cache"].layout.page_bytes < 1 << 20)
     layout = call.args["cache"].layout
     data = torch.zeros(len(call.args["cache"].data), layout.page_bytes + 128, dtype=torch.uint8)
     data[:, : layout.page_bytes] = call.args["cache"].data[:, : layout.page_bytes]
     wide = Call(call.site, call.op, "torch", {**call.args, "cache": Cache("wide", data, layout)}, OFFICIAL)
     placed = Arena().place(wide, CPU)
     placed.call.args["cache"].data[0, layout.page_bytes + 1] = 7
-    results(placed.call)
+    run_here(placed.call)
     (damage,) = placed.damage()
     assert (damage.where, damage.offset, damage.count) == ("cache", layout.page_bytes + 1, 1)
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from short_scans import Watcher
 
 from dsv4dbg.bisect.journal import Trial
 from dsv4dbg.bisect.launches import CHANGES, changed, launch_config
@@ -139,14 +140,6 @@ def test_verdicts(candidate: Candidate, verdict: Verdict, words: str) -> None:
     found = launch_config(cast(Subject, candidate))
     assert found.verdict == verdict
     assert words in found.sentence
-
-
-class Watcher:
-    """It needs none."""
-
-    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None: ...
-
-    def trial(self, trial: Trial) -> None: ...
 
 
 def trials(tmp_path: Path, candidate: str, device: str) -> list[Trial]:

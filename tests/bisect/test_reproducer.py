@@ -9,18 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from short_scans import call_of
 
 from dsv4dbg.bisect.protocol import Hello
 from dsv4dbg.bisect.retry import Reproduced, reproduce
 from dsv4dbg.errors import DbgError
-from dsv4dbg.kernels.dims import TINY
-from dsv4dbg.kernels.numerics import OFFICIAL
-from dsv4dbg.kernels.registry import registry
-from dsv4dbg.kernels.table import Call
-from dsv4dbg.site import Site
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -63,17 +57,6 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
     found = written("wrong", "rms_norm", plugin, folder)
     shutil.rmtree(plugin.parent)
     return found
-
-
-def call_of(name: str, tokens: int) -> Call:
-    op = registry().op(name)
-    assert op.examples_function is not None
-    for example in op.examples_function(TINY, np.random.default_rng(3)):
-        call = Call(Site(f"L1.attn.{name}", name, "prefill0"), op, "torch", op.bind((), example.args), OFFICIAL)
-        first = next(n for n, arg in op.args.items() if arg.dims.startswith("token"))
-        if len(call.args[first]) == tokens and all(v.numel() for v in call.args.values() if torch.is_tensor(v)):
-            return call
-    raise AssertionError(f"no example of {name} with {tokens} tokens")
 
 
 def written(name: str, op: str, plugin: Path, tmp_path: Path, timeout: float = 60) -> Reproduced:

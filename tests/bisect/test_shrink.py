@@ -5,32 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
+from short_scans import call_of
 
 from dsv4dbg.bisect.protocol import Hello
 from dsv4dbg.bisect.retry import Retry
 from dsv4dbg.bisect.shrink import shrink
-from dsv4dbg.kernels.dims import TINY
-from dsv4dbg.kernels.numerics import OFFICIAL
 from dsv4dbg.kernels.paged import Cache
-from dsv4dbg.kernels.registry import registry
 from dsv4dbg.kernels.table import Call
-from dsv4dbg.site import Site
 
 MARK = 4096.0  # beyond anything in the examples
-
-
-def call_of(name: str, tokens: int) -> Call:
-    """The first example of an op with so many tokens."""
-    op = registry().op(name)
-    assert op.examples_function is not None
-    for example in op.examples_function(TINY, np.random.default_rng(3)):
-        call = Call(Site(f"L1.attn.{name}", name, "prefill0"), op, "torch", op.bind((), example.args), OFFICIAL)
-        first = next(n for n, arg in op.args.items() if arg.dims.startswith("token"))
-        if len(call.args[first]) == tokens:
-            return call
-    raise AssertionError(f"no example of {name} with {tokens} tokens")
 
 
 def marked(call: Call, arg: str, *places: tuple[int, ...]) -> Call:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from short_scans import Watcher
 
-from dsv4dbg.bisect.journal import Trial
 from dsv4dbg.bisect.run import bisect
 from dsv4dbg.bisect.settings import Settings
 from dsv4dbg.compare import Verdict
@@ -25,18 +25,12 @@ VERDICTS = {
 ON_CPU = {name: case for name, case in cases().items() if not case.device}
 
 
-class Unwatched:
-    def opened(self, model: str, steps: tuple[str, ...], ops: tuple[str, ...]) -> None: ...
-
-    def trial(self, trial: Trial) -> None: ...
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ON_CPU.values(), ids=ON_CPU)
 def test_a_planted_fault_is_blamed_on_its_op(case: Case, tmp_path: Path) -> None:
     request = Request(workload="coverage", model=case.model)
     settings = Settings(request, f"zoo:{case.name}", timeout=10, in_place=case.kind == "together")
-    result = bisect(settings, tmp_path / "journal.jsonl", False, Unwatched())
+    result = bisect(settings, tmp_path / "journal.jsonl", False, Watcher())
     assert [culprit.op for culprit in result.culprits] == [case.op]
     (culprit,) = result.culprits
     assert culprit.trial.verdict in VERDICTS[case.kind]
