@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # one thread per test worker: with more, OpenMP teams fight for the cores
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-slow check bench
 demo: .venv/.installed
